@@ -1,0 +1,216 @@
+#include "server/model/modulation.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <map>
+#include <optional>
+#include <tuple>
+
+#include "absl/strings/str_cat.h"
+#include "server/base/check.h"
+#include "server/base/status_macros.h"
+#include "server/vram/ledger.h"
+
+namespace h3 {
+namespace {
+
+// Up to kTimestepBatch points of one modality under one program, padded to exactly that many rows.
+struct Batch {
+  int modality = 0;
+  const StackProgram* program = nullptr;
+  std::vector<int64_t> lines;  // Where each row goes: a base line, or an entry.
+  std::vector<int64_t> base_lines;
+  at::Tensor features;       // [kTimestepBatch, adaln_width]
+  at::Tensor grid_features;  // The same for the silu grid; undefined where no program needs it.
+  std::vector<float> timesteps;
+};
+
+// True where the program changes what the base projections are given, so that their products cannot be shared.
+bool ChangesBaseInput(const ResidentModel& model, const StackProgram& program) {
+  for (size_t i = 0; i < program.sites.size(); ++i) {
+    const SiteKind kind = model.sites()[i].kind;
+    const bool embedder = kind == SiteKind::kTimeIn || kind == SiteKind::kTimeOut;
+    const bool adaln = kind == SiteKind::kAdaln || kind == SiteKind::kFinalAdaln;
+    for (const SiteOp& op : program.sites[i].ops) {
+      if (embedder || (adaln && std::holds_alternative<DoraColumnsOp>(op))) return true;
+    }
+  }
+  return false;
+}
+
+// Rows of a projection that belong to one modality: a third of a block's, all of the final layer's.
+OutRange RowsOf(const BaseLinear& linear, int modality, bool by_modality) {
+  const int64_t count = by_modality ? linear.out() / kModalities : linear.out();
+  return {by_modality ? modality * count : 0, count};
+}
+
+at::Tensor Padded(const at::Tensor& rows) {
+  at::Tensor padded = at::zeros({kTimestepBatch, rows.size(1)}, rows.options());
+  padded.narrow(0, 0, rows.size(0)).copy_(rows);
+  return padded;
+}
+
+class ModulationComputer {
+ public:
+  ModulationComputer(const ResidentModel& model, const std::vector<ModulationEntry>& entries) : model_(model) {
+    using Key = std::tuple<float, int, const StackProgram*>;
+    std::map<Key, int64_t> base_lines;
+    for (size_t i = 0; i < entries.size(); ++i) {
+      const ModulationEntry& entry = entries[i];
+      if (!changes_.contains(entry.program)) changes_[entry.program] = ChangesBaseInput(model, *entry.program);
+      const StackProgram* special = changes_[entry.program] ? entry.program : nullptr;
+      const auto [found, fresh] = base_lines.try_emplace(Key{entry.point.t, entry.point.modality, special},
+                                                         static_cast<int64_t>(base_lines.size()));
+      if (fresh) Add(base_batches_, entry, special, found->second, 0);
+      Add(entry_batches_, entry, entry.program, static_cast<int64_t>(i), found->second);
+    }
+    base_count_ = static_cast<int64_t>(base_lines.size());
+    entry_count_ = static_cast<int64_t>(entries.size());
+    const StackProgram plain(model.sites().size());
+    for (std::vector<Batch>* batches : {&base_batches_, &entry_batches_}) {
+      for (Batch& batch : *batches) {
+        std::vector<ModulationPoint> points;
+        for (const float t : batch.timesteps) points.push_back({t, batch.modality});
+        const StackProgram& program = batch.program == nullptr ? plain : *batch.program;
+        batch.features = Padded(TimeFeatures(model, program, points));
+        if (!program.grid_sites.empty()) batch.grid_features = Padded(GridFeatures(model, points));
+      }
+    }
+  }
+
+  // [entries, RowsOf(site).count]
+  at::Tensor Project(int site, int64_t curve_layer, bool by_modality) const {
+    const BaseLinear& linear = model_.linear(site);
+    const int64_t columns = RowsOf(linear, 0, by_modality).count;
+    at::Tensor base = at::empty({base_count_, columns}, Options());
+    at::Tensor out;
+    {
+      const OwnerScope result(Owner::kActivations);
+      out = at::empty({entry_count_, columns}, Options());
+    }
+    MultiplyBase(site, linear, by_modality, base);
+    for (const Batch& batch : entry_batches_) AddStack(batch, site, curve_layer, linear, by_modality, base, out);
+    return out;
+  }
+
+ private:
+  void Add(std::vector<Batch>& batches, const ModulationEntry& entry, const StackProgram* program, int64_t line, int64_t base_line) {
+    auto batch = std::find_if(batches.begin(), batches.end(), [&](const Batch& b) {
+      return b.modality == entry.point.modality && b.program == program &&
+             static_cast<int64_t>(b.lines.size()) < kTimestepBatch;
+    });
+    if (batch == batches.end()) {
+      batches.push_back({.modality = entry.point.modality, .program = program});
+      batch = batches.end() - 1;
+    }
+    batch->lines.push_back(line);
+    batch->base_lines.push_back(base_line);
+    batch->timesteps.push_back(entry.point.t);
+  }
+
+  at::TensorOptions Options() const { return at::TensorOptions().device(model_.device()).dtype(at::kFloat); }
+
+  // W c, without bias, for every base line. Each row of W is read (and widened) once.
+  void MultiplyBase(int site, const BaseLinear& linear, bool by_modality, at::Tensor& base) const {
+    for (int modality = 0; modality < kModalities; ++modality) {
+      std::vector<std::pair<const Batch*, at::Tensor>> inputs;
+      for (const Batch& batch : base_batches_) {
+        if (batch.modality != modality) continue;
+        at::Tensor input = batch.features;
+        if (batch.program != nullptr) {
+          input = BoundSite(linear, batch.program->sites[static_cast<size_t>(site)], at::kFloat)
+                      .BaseInput(input, {.uniform = modality});
+        }
+        inputs.emplace_back(&batch, input);
+      }
+      if (inputs.empty()) continue;
+      const OutRange rows = RowsOf(linear, modality, by_modality);
+      const int64_t step = linear.dtype() == at::kFloat ? rows.count : std::min(rows.count, WidenedRows(linear.in()));
+      at::Tensor product = at::empty({kTimestepBatch, step}, Options());
+      for (int64_t begin = 0; begin < rows.count; begin += step) {
+        const int64_t count = std::min(step, rows.count - begin);
+        const at::Tensor weight = linear.Rows(rows.begin + begin, count);
+        for (const auto& [batch, input] : inputs) {
+          at::Tensor part = product.narrow(1, 0, count);
+          at::mm_out(part, input, weight.t());
+          for (size_t i = 0; i < batch->lines.size(); ++i) {
+            base.select(0, batch->lines[i]).narrow(0, begin, count).copy_(part.select(0, static_cast<int64_t>(i)));
+          }
+        }
+      }
+    }
+  }
+
+  // Terms of the stack, bias, and complete adapters' curves, for one batch of entries.
+  void AddStack(const Batch& batch, int site, int64_t curve_layer, const BaseLinear& linear, bool by_modality,
+                const at::Tensor& base, at::Tensor& out) const {
+    const OutRange rows = RowsOf(linear, batch.modality, by_modality);
+    const StackProgram& program = *batch.program;
+    const RowModality modality{.uniform = batch.modality};
+    const auto count = static_cast<int64_t>(batch.lines.size());
+
+    at::Tensor plain = at::zeros({kTimestepBatch, rows.count}, Options());
+    for (int64_t i = 0; i < count; ++i) plain.select(0, i).copy_(base.select(0, batch.base_lines[static_cast<size_t>(i)]));
+    at::Tensor line = plain;
+    const SiteProgram& terms = program.sites[static_cast<size_t>(site)];
+    const auto grid_terms = program.grid_sites.find(site);
+    if (!terms.ops.empty() || grid_terms != program.grid_sites.end()) {
+      // Terms address the whole projection; only this modality's rows of it are used.
+      at::Tensor whole = at::zeros({kTimestepBatch, linear.out()}, Options());
+      whole.narrow(1, rows.begin, rows.count).copy_(plain);
+      if (!terms.ops.empty()) BoundSite(linear, terms, at::kFloat).AddTerms(batch.features, modality, whole);
+      if (grid_terms != program.grid_sites.end()) {
+        BoundSite(linear, grid_terms->second, at::kFloat).AddTerms(batch.grid_features, modality, whole);
+      }
+      line = whole.narrow(1, rows.begin, rows.count);
+    }
+    const at::Tensor bias = linear.bias().narrow(0, rows.begin, rows.count).to(at::kFloat);
+    for (const CurveOp& curve : program.curves) {
+      const float factor = curve.factors.of[static_cast<size_t>(batch.modality)];
+      if (factor == 0) continue;
+      const at::Tensor features = Padded(LerpTable(curve.table, batch.timesteps));
+      const auto layer = static_cast<size_t>(curve_layer);
+      const at::Tensor own = at::linear(features, curve.weights[layer].narrow(0, rows.begin, rows.count).to(at::kFloat),
+                                        curve.biases[layer].narrow(0, rows.begin, rows.count).to(at::kFloat));
+      line = line.add(own.sub(plain).sub_(bias), factor);
+    }
+    line = line.add(bias);
+    for (int64_t i = 0; i < count; ++i) out.select(0, batch.lines[static_cast<size_t>(i)]).copy_(line.select(0, i));
+  }
+
+  const ResidentModel& model_;
+  std::map<const StackProgram*, bool> changes_;
+  std::vector<Batch> base_batches_;   // Lines of the base products, shared by entries that differ only in factors.
+  std::vector<Batch> entry_batches_;  // Lines of the result.
+  int64_t base_count_ = 0;
+  int64_t entry_count_ = 0;
+};
+
+}  // namespace
+
+absl::StatusOr<Modulation> ComputeModulation(const ResidentModel& model, const std::vector<ModulationEntry>& entries,
+                                             const CancellationToken& cancel) {
+  H3_CHECK(!entries.empty());
+  const OwnerScope owner(Owner::kWorkspace);
+  const Geometry& g = model.geometry();
+  const ModulationComputer computer(model, entries);
+  const auto count = static_cast<int64_t>(entries.size());
+  Modulation modulation;
+  for (int64_t block = 0; block < g.blocks; ++block) {
+    H3_RETURN_IF_ERROR(cancel.Check(absl::StrCat("modulation of block ", block)));
+    const int site = model.SiteIndex(absl::StrCat("blocks.", block, ".adaln_proj.linear"));
+    modulation.blocks.push_back(computer.Project(site, block, true).view({count, 6, g.hidden}));
+  }
+  modulation.final = computer.Project(model.SiteIndex("final_layer.adaln_proj.linear"), g.blocks, false).view({count, 2, g.hidden});
+  return modulation;
+}
+
+int64_t ModulationEntryBytes(const Geometry& geometry) {
+  return (geometry.blocks * 6 + 2) * geometry.hidden * static_cast<int64_t>(sizeof(float));
+}
+
+}  // namespace h3

@@ -1,0 +1,27 @@
+#include "server/nn/attention.h"
+
+#include <ATen/ops/scaled_dot_product_attention.h>
+
+#include <algorithm>
+
+#include "server/vram/ledger.h"
+
+namespace h3 {
+
+void AttendInPlace(at::Tensor& q, const at::Tensor& k, const at::Tensor& v, int64_t group_bytes) {
+  const OwnerScope owner(Owner::kWorkspace);
+  const int64_t heads = q.size(1);
+  const int64_t head_bytes = q.size(0) * q.size(2) * static_cast<int64_t>(q.element_size());
+  const int64_t step = std::clamp<int64_t>(group_bytes / std::max<int64_t>(1, head_bytes), 1, heads);
+  const auto group = [&](const at::Tensor& x, int64_t head, int64_t count) {
+    return x.narrow(1, head, count).transpose(0, 1).unsqueeze(0);  // [1, heads, rows, head_dim]
+  };
+  for (int64_t head = 0; head < heads; head += step) {
+    const int64_t count = std::min(step, heads - head);
+    const at::Tensor out =
+        at::scaled_dot_product_attention(group(q, head, count), group(k, head, count), group(v, head, count));
+    q.narrow(1, head, count).transpose(0, 1).unsqueeze(0).copy_(out);
+  }
+}
+
+}  // namespace h3

@@ -1,0 +1,62 @@
+// The base of a linear site: the weight that is never written. One interface, so that a quantised or a streamed weight can take
+// a dense one's place.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+namespace h3 {
+
+// Const and thread-compatible: one thread at a time computes on a device.
+class BaseLinear {
+ public:
+  virtual ~BaseLinear() = default;
+
+  virtual int64_t out() const = 0;
+  virtual int64_t in() const = 0;
+  // Type in which the weight is stored.
+  virtual c10::ScalarType dtype() const = 0;
+
+  // y [rows, out] = x [rows, in] W^T, without bias. x is of dtype(), or float32: then the weight is widened in chunks of rows
+  // (how modulation is computed in float32 from bfloat16 weights). y is of x's type; its rows may be strided. Rows of y are in
+  // stored order, which differs from the canonical one only for an interleaved qkv.
+  virtual void Multiply(const at::Tensor& x, at::Tensor& y) const = 0;
+
+  // Rows [begin, begin + count) of W, stored order, float32 [count, in]: a view where W is float32, else a copy.
+  virtual at::Tensor Rows(int64_t begin, int64_t count) const = 0;
+
+  // [out], or undefined.
+  const at::Tensor& bias() const { return bias_; }
+
+ protected:
+  explicit BaseLinear(at::Tensor bias) : bias_(std::move(bias)) {}
+
+ private:
+  const at::Tensor bias_;
+};
+
+// A dense weight in one or several pieces stacked on the row axis (a diffusers directory stores q, k and v apart; they stay
+// mapped where they are).
+class DenseLinear final : public BaseLinear {
+ public:
+  // `pieces`: [rows, in] each, same type.
+  DenseLinear(std::vector<at::Tensor> pieces, at::Tensor bias);
+
+  int64_t out() const override { return out_; }
+  int64_t in() const override { return pieces_.front().size(1); }
+  c10::ScalarType dtype() const override { return pieces_.front().scalar_type(); }
+  void Multiply(const at::Tensor& x, at::Tensor& y) const override;
+  at::Tensor Rows(int64_t begin, int64_t count) const override;
+
+ private:
+  const std::vector<at::Tensor> pieces_;
+  const int64_t out_;
+};
+
+// Rows of a weight that are widened at a time: bounds the copy to about 16 MiB, whatever the weight's size.
+int64_t WidenedRows(int64_t in);
+
+}  // namespace h3

@@ -1,0 +1,136 @@
+#include "server/tensor/stored_weights.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/match.h"
+#include "server/base/check.h"
+#include "server/base/error.h"
+#include "server/base/sha256.h"
+#include "server/base/status_macros.h"
+#include "server/tensor/catch_torch.h"
+#include "server/tensor/device.h"
+
+namespace h3 {
+namespace {
+
+bool IsInterleavedQkv(const Checkpoint& checkpoint, absl::string_view name) {
+  return checkpoint.qkv_layout == QkvLayout::kInterleaved && absl::EndsWith(name, "attn.qkv_proj.weight");
+}
+
+// The stored bytes of `tensor` in canonical row order.
+void HashRows(const CheckpointTensor& tensor, const std::vector<std::unique_ptr<MappedFile>>& files, bool interleaved,
+              const Geometry& geometry, Sha256& sha) {
+  for (const StoredRows& piece : tensor.pieces) {
+    const int64_t row_bytes = piece.tensor.bytes / std::max<int64_t>(1, piece.tensor.shape.front());
+    const char* data = files[static_cast<size_t>(piece.file)]->data() + piece.tensor.offset + piece.row_begin * row_bytes;
+    if (!interleaved) {
+      sha.Update({data, static_cast<size_t>(piece.rows * row_bytes)});
+      continue;
+    }
+    const int64_t head_bytes = geometry.head_dim * row_bytes;
+    for (int64_t part = 0; part < 3; ++part) {
+      for (int64_t head = 0; head < geometry.heads; ++head) {
+        sha.Update({data + (head * 3 + part) * head_bytes, static_cast<size_t>(head_bytes)});
+      }
+    }
+  }
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<StoredWeights>> StoredWeights::Load(const Checkpoint& checkpoint, VramLedger& ledger,
+                                                                   const StoredWeightsOptions& options) {
+  auto weights = std::unique_ptr<StoredWeights>(new StoredWeights());
+  weights->checkpoint_ = checkpoint;
+  for (const std::string& path : checkpoint.files) {
+    H3_ASSIGN_OR_RETURN(auto file, MappedFile::Open(path));
+    weights->files_.push_back(std::move(file));
+  }
+  const OwnerScope owner(Owner::kBaseWeights);
+  int64_t mapped_bytes = 0;
+  H3_RETURN_IF_ERROR(CatchTorch("load weights", [&]() -> absl::Status {
+    for (const auto& [name, tensor] : checkpoint.tensors) {
+      const std::optional<c10::ScalarType> wanted = options.dtype ? options.dtype(name) : std::nullopt;
+      for (const StoredRows& piece : tensor.pieces) {
+        MappedFile& file = *weights->files_[static_cast<size_t>(piece.file)];
+        const auto stored = ToScalarType(piece.tensor.dtype);
+        H3_CHECK(stored.has_value());
+        if (piece.tensor.offset + piece.tensor.bytes > file.size()) {
+          return RefuseArgument(reason::kMalformedFile, "the checkpoint changed while it was read; start again");
+        }
+        std::vector<int64_t> shape = piece.tensor.shape;
+        const int64_t row_bytes = piece.tensor.bytes / std::max<int64_t>(1, shape.front());
+        shape.front() = piece.rows;
+        char* data = const_cast<char*>(file.data()) + piece.tensor.offset + piece.row_begin * row_bytes;
+        at::Tensor mapped = at::from_blob(data, shape, at::TensorOptions().dtype(*stored));
+        const c10::ScalarType dtype = wanted.value_or(*stored);
+        const bool stays_mapped = options.device.is_cpu() && !options.copy && dtype == *stored;
+        at::Tensor resident = mapped;
+        if (!stays_mapped) {
+          resident = at::empty(shape, at::TensorOptions().device(options.device).dtype(dtype));
+          resident.copy_(mapped);
+        }
+        const ByteCount bytes(static_cast<int64_t>(resident.nbytes()));
+        if (stays_mapped) mapped_bytes += bytes.value();
+        weights->bytes_ += bytes;
+        weights->parameters_ += resident.numel();
+        weights->versions_[name].push_back(resident._version());
+        weights->tensors_[name].push_back(std::move(resident));
+      }
+    }
+    return absl::OkStatus();
+  }));
+  weights->mapped_.emplace(ledger, Owner::kBaseWeights, ByteCount(mapped_bytes));
+  return weights;
+}
+
+const std::vector<at::Tensor>& StoredWeights::Pieces(const std::string& name) const {
+  const auto found = tensors_.find(name);
+  H3_CHECK(found != tensors_.end());
+  return found->second;
+}
+
+const at::Tensor& StoredWeights::Single(const std::string& name) const {
+  const std::vector<at::Tensor>& pieces = Pieces(name);
+  H3_CHECK(pieces.size() == 1);
+  return pieces.front();
+}
+
+std::string StoredWeights::Fingerprint() const {
+  std::vector<const std::pair<const std::string, CheckpointTensor>*> entries;
+  for (const auto& entry : checkpoint_.tensors) entries.push_back(&entry);
+  std::vector<std::string> digests(entries.size());
+  at::parallel_for(0, static_cast<int64_t>(entries.size()), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const auto& [name, tensor] = *entries[static_cast<size_t>(i)];
+      Sha256 sha;
+      sha.Update(absl::StrCat(name, "|", DTypeName(tensor.dtype), "|", absl::StrJoin(tensor.shape, ","), "|"));
+      HashRows(tensor, files_, IsInterleavedQkv(checkpoint_, name), checkpoint_.geometry, sha);
+      digests[static_cast<size_t>(i)] = sha.Finish();
+    }
+  });
+  Sha256 all;
+  for (const std::string& digest : digests) all.Update(digest);
+  return all.FinishHex();
+}
+
+absl::Status StoredWeights::CheckUnchanged() const {
+  for (const auto& file : files_) H3_RETURN_IF_ERROR(file->CheckUnchanged());
+  for (const auto& [name, pieces] : tensors_) {
+    const std::vector<uint32_t>& versions = versions_.at(name);
+    for (size_t i = 0; i < pieces.size(); ++i) {
+      if (pieces[i]._version() != versions[i]) {
+        return absl::DataLossError(absl::StrCat("base weight ", name, " was written to"));
+      }
+    }
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace h3

@@ -1,0 +1,155 @@
+// What a worker can do with its resident model, as the RPC layer sees it. Plain types: nothing here names LibTorch or gRPC.
+//
+// Thread rules. One thread owns the device: methods marked [device] are called on it only, one at a time, and may compute for
+// long; a Generation and a Session are also destroyed there. Methods marked [any] are thread-safe, answer from snapshots and
+// never wait for the device.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "server/base/cancellation.h"
+#include "server/format/checkpoint.h"
+#include "server/format/layout.h"
+#include "server/format/request.h"
+#include "server/format/schedule.h"
+#include "server/vram/ledger.h"
+
+namespace h3 {
+
+struct ModelInfo {
+  std::string fingerprint;  // Hex SHA-256 over the canonical tensors' names, shapes and bytes (docs in model/resident_model.h).
+  std::string name;
+  Container container = Container::kSingleFile;
+  QkvLayout qkv_layout = QkvLayout::kStacked;
+  Partition partition = Partition::kUnknown;
+  Geometry geometry;
+  std::string dtype;  // "bfloat16", "float32".
+  std::string device;
+  int64_t parameters = 0;
+  ByteCount weight_bytes;
+};
+
+struct AdapterResidency {
+  std::string name;
+  std::string digest;
+  ByteCount bytes;
+  int64_t pins = 0;
+};
+
+struct MemoryReport {
+  std::string device;
+  ByteCount total;
+  ByteCount free;
+  LedgerSnapshot ledger;
+  ByteCount last_request_peak;
+  std::vector<AdapterResidency> adapters;
+  ByteCount avoided_resident;  // What a merging runtime would hold in addition for the adapters that are pinned now.
+  int64_t base_mutations = 0;
+};
+
+// What a run or a session starts from. Tensors by the names of proto/h3/v1/generation.proto.
+struct Conditions {
+  Layout layout;
+  std::vector<StackEntry> stack;
+  std::vector<HostTensor> tensors;
+};
+
+struct GenerationSpec {
+  Conditions conditions;
+  Schedule schedule;
+  std::optional<uint64_t> seed;  // Absent: the start rows are target_video and target_audio_rows, conditions as given.
+};
+
+struct RunTimings {
+  absl::Duration prepare;
+  std::vector<absl::Duration> steps;
+};
+
+// One sampling run. Destroying it releases everything, at any point.
+class Generation {
+ public:
+  virtual ~Generation() = default;
+
+  // [device] One piece of work: first the preparation, then one model evaluation and Euler update a call. True when the last
+  // evaluation is done. After an error only destruction is allowed.
+  virtual absl::StatusOr<bool> Advance(const CancellationToken& cancel) = 0;
+  // [device] Once, after Advance returned true: video, audio, video_latents, audio_latents (float32), in host memory; what the
+  // run held on the device is released.
+  virtual absl::StatusOr<std::vector<HostTensor>> TakeResult() = 0;
+
+  // [device] From construction.
+  virtual const std::vector<ResolvedAdapter>& stack() const = 0;
+  virtual const RunTimings& timings() const = 0;
+  // [device] Largest sum of owners seen while Advance ran.
+  virtual ByteCount peak() const = 0;
+  // [device] What a merging runtime would hold in addition for this stack.
+  virtual ByteCount avoided_resident() const = 0;
+};
+
+struct EvaluationSpec {
+  float t_video = 0;
+  float t_audio = 0;
+  int64_t index = 0;                   // Picks the per-evaluation factors.
+  std::vector<double> factors;         // One a stack entry, replacing per_evaluation; or empty.
+  HostTensor video;                    // target_video_rows [rows, 4 C] or target_video [1, C, T, H, W].
+  HostTensor audio;                    // target_audio_rows [2 n, C].
+  bool include_condition_rows = false;
+};
+
+// A session: conditions and stack are prepared and pinned; evaluations come one by one.
+class Session {
+ public:
+  virtual ~Session() = default;
+  // [device] video and audio velocity rows, float32. An error leaves the session usable unless it is INTERNAL.
+  virtual absl::StatusOr<std::vector<HostTensor>> Evaluate(const EvaluationSpec& spec, const CancellationToken& cancel) = 0;
+  virtual const std::vector<ResolvedAdapter>& stack() const = 0;
+};
+
+class Engine {
+ public:
+  virtual ~Engine() = default;
+
+  // [device] Checks the spec, loads and pins the adapters of its stack. Cheap for resident adapters; otherwise reads them.
+  // NOT_FOUND / UNKNOWN_ADAPTER, INVALID_ARGUMENT and FAILED_PRECONDITION as the reasons say, RESOURCE_EXHAUSTED / VRAM_EXCEEDED.
+  virtual absl::StatusOr<std::unique_ptr<Generation>> StartGeneration(GenerationSpec spec) = 0;
+  // [device] Also computes the text stream. `announced`: (t_video, t_audio) pairs whose modulations are computed together.
+  virtual absl::StatusOr<std::unique_ptr<Session>> OpenSession(Conditions conditions,
+                                                               std::vector<std::pair<float, float>> announced,
+                                                               const CancellationToken& cancel) = 0;
+
+  // [device] Reads, hashes, checks and copies; idempotent. `digest`: that the file must have, or empty.
+  virtual absl::StatusOr<ResolvedAdapter> LoadAdapter(const std::string& name, const std::string& digest) = 0;
+  // [device] Bytes freed. FAILED_PRECONDITION / IN_USE while pinned; NOT_FOUND / UNKNOWN_ADAPTER when not resident.
+  virtual absl::StatusOr<ByteCount> UnloadAdapter(const std::string& digest) = 0;
+
+  // [any]
+  virtual const ModelInfo& model() const = 0;
+  virtual MemoryReport Memory() const = 0;
+  // [any] OK, or the fatal fault that ends this worker: the base changed under it, or the device failed.
+  virtual absl::Status Health() const = 0;
+};
+
+struct EngineOptions {
+  std::string model;     // Path of the checkpoint.
+  std::string adapters;  // Directory.
+  std::string device = "auto";  // "auto", "cpu", "cuda", "cuda:N".
+  std::string dtype = "auto";   // "auto", "float32", "bfloat16", "float16".
+  std::string silu_grid;        // Grid file, or a full H3 file; empty: none.
+  bool copy_weights = false;    // --weights copy.
+  CheckpointOptions checkpoint;
+  std::optional<ByteCount> device_memory;  // Default: what the machine allows.
+};
+
+// Loads the model; blocks for as long as that takes. Defined in worker/h3_engine.cc, the one implementation that links
+// LibTorch. Call it on the thread that will own the device.
+absl::StatusOr<std::unique_ptr<Engine>> MakeEngine(const EngineOptions& options);
+
+}  // namespace h3
