@@ -415,6 +415,9 @@ class Intake {
     LowRank low_rank{.a = a, .b = b};
     if (const TensorInfo* magnitude = module.Find(Part::kMagnitude); magnitude != nullptr) {
       H3_RETURN_IF_ERROR(TakeMagnitude(*magnitude, rows, in, low_rank));
+      if (low_rank.magnitude_axis == MagnitudeAxis::kColumns && rows != site.out) {
+        return Bad(reason::kUnsupportedDora, *magnitude, "DoRA by columns on a part of a fused projection cannot be applied");
+      }
       if (IsAdaln(site.kind) && geometry_.pruned()) {
         return Bad(reason::kUnsupportedDora, *magnitude, "DoRA on the AdaLN projection of a pruned base has no weight to take its norm from");
       }

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "server/lora/dora.h"
 #include "server/vram/ledger.h"
 
 namespace h3 {
@@ -29,15 +30,18 @@ std::map<int, double> AutoStrengthRatios(const ResidentModel& model, const Resid
   std::map<int, double> squares;  // Of each site's scaled delta.
   for (size_t i = 0; i < adapter.terms.size(); ++i) {
     const ResidentTerm& term = adapter.terms[i];
+    const auto* low_rank = std::get_if<ResidentLowRank>(&term.what);
     double square = 0;
-    if (const auto* low_rank = std::get_if<ResidentLowRank>(&term.what)) {
-      square = SquaredNorm(low_rank->a, low_rank->b);
+    if (low_rank != nullptr && low_rank->magnitude_axis != MagnitudeAxis::kNone) {
+      square = DoraSquaredNorm(model.linear(term.site), term, scales[i]);
+    } else if (low_rank != nullptr) {
+      square = SquaredNorm(low_rank->a, low_rank->b) * scales[i] * scales[i];
     } else if (const auto* kronecker = std::get_if<ResidentKronecker>(&term.what)) {
-      square = SquaredNorm(kronecker->w1) * SquaredNorm(kronecker->w2);
+      square = SquaredNorm(kronecker->w1) * SquaredNorm(kronecker->w2) * scales[i] * scales[i];
     } else {
       continue;
     }
-    squares[term.site] += square * scales[i] * scales[i];
+    squares[term.site] += square;
   }
   std::map<int, double> rms;
   double sum = 0;

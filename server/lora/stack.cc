@@ -12,6 +12,7 @@
 #include "server/base/error.h"
 #include "server/base/status_macros.h"
 #include "server/lora/auto_strength.h"
+#include "server/lora/dora.h"
 
 namespace h3 {
 namespace {
@@ -57,6 +58,10 @@ absl::StatusOr<std::unique_ptr<Stack>> Stack::Build(const ResidentModel& model, 
   auto stack = absl::WrapUnique(new Stack(model));
   for (size_t i = 0; i < entries.size(); ++i) {
     const StackEntry& entry = entries[i];
+    if (entry.apply == Apply::kMaterialized) {
+      return RefuseArgument(reason::kBadRequest, absl::StrCat("stack[", i, "] (", entry.adapter, "): apply=materialized is not served; apply=bypass is exact"),
+                            {{"field", absl::StrCat("stack[", i, "].apply")}});
+    }
     const auto adapter = store.Acquire(entry.adapter, entry.digest, entry.leave_out);
     if (!adapter.ok()) return WithDetail(adapter.status(), "field", absl::StrCat("stack[", i, "]"));
     Member member{.entry = entry, .adapter = *adapter};
@@ -134,7 +139,12 @@ std::unique_ptr<StackProgram> Stack::MakeProgram(const std::vector<double>& fact
       const Factors f = scaled(member.scales[t]);
       if (f.zero()) continue;
       SiteProgram& site = term.through_grid ? program->grid_sites[term.site] : program->sites[static_cast<size_t>(term.site)];
-      if (const auto* low_rank = std::get_if<ResidentLowRank>(&term.what)) {
+      const auto* low_rank = std::get_if<ResidentLowRank>(&term.what);
+      if (low_rank != nullptr && low_rank->magnitude_axis != MagnitudeAxis::kNone) {
+        const StackEntry& e = member.entry;
+        site.ops.push_back(MakeDoraOp(model_.linear(term.site), site.ops, term, member.scales[t],
+                                      {factors[m] * e.video, factors[m] * e.text, factors[m] * e.audio}));
+      } else if (low_rank != nullptr) {
         site.ops.push_back(LowRankOp{low_rank->a, low_rank->b, term.range, f});
       } else if (const auto* kronecker = std::get_if<ResidentKronecker>(&term.what)) {
         site.ops.push_back(KroneckerOp{kronecker->w1, kronecker->w2, kronecker->row_order, term.range, f});

@@ -74,7 +74,7 @@ BoundSite::BoundSite(const BaseLinear& base, const SiteProgram& program, c10::Sc
       step.pairs.push_back(std::move(pair));
     }
     groups.clear();
-    if (!step.pairs.empty() || !step.kroneckers.empty() || !step.offsets.empty() || step.dora_rows || step.dora_columns) {
+    if (!step.pairs.empty() || !step.kroneckers.empty() || step.dora_rows || step.dora_columns) {
       steps_.push_back(std::move(step));
     }
     step = Step();
@@ -90,7 +90,7 @@ BoundSite::BoundSite(const BaseLinear& base, const SiteProgram& program, c10::Sc
     } else if (const auto* kronecker = std::get_if<KroneckerOp>(&op)) {
       step.kroneckers.push_back(kronecker);
     } else if (const auto* offset = std::get_if<OffsetOp>(&op)) {
-      step.offsets.push_back(offset);
+      offsets_.push_back(offset);
     } else {
       close_step();
       step.dora_rows = std::get_if<DoraRowsOp>(&op);
@@ -124,6 +124,7 @@ void BoundSite::Apply(const at::Tensor& x, const RowModality& rows, at::Tensor& 
   const std::vector<at::Tensor> inputs = Inputs(x, rows);
   base_.Multiply(inputs.back(), y);
   for (size_t i = 0; i < steps_.size(); ++i) ApplyStep(steps_[i], inputs[i], rows, y);
+  AddOffsets(rows, y);
   if (base_.bias().defined()) y.add_(base_.bias());
 }
 
@@ -136,6 +137,15 @@ void BoundSite::AddTerms(const at::Tensor& x, const RowModality& rows, at::Tenso
   const OwnerScope owner(Owner::kWorkspace);
   const std::vector<at::Tensor> inputs = Inputs(x, rows);
   for (size_t i = 0; i < steps_.size(); ++i) ApplyStep(steps_[i], inputs[i], rows, y);
+  AddOffsets(rows, y);
+}
+
+void BoundSite::AddOffsets(const RowModality& rows, at::Tensor& y) const {
+  for (const OffsetOp* op : offsets_) {
+    at::Tensor part = y.narrow(1, op->range.begin, op->range.count);
+    const at::Tensor offset = op->offset.to(at::kFloat).view({1, op->range.count});
+    part.add_(ByRow(FactorTable(op->factors, y.options()).mul(offset), rows));
+  }
 }
 
 void BoundSite::ApplyStep(const Step& step, const at::Tensor& x, const RowModality& rows, at::Tensor& y) const {
@@ -163,11 +173,6 @@ void BoundSite::ApplyStep(const Step& step, const at::Tensor& x, const RowModali
     }
     at::Tensor part = y.narrow(1, op->range.begin, op->range.count);
     AddScaled(part, std::move(delta), op->factors, rows);
-  }
-  for (const OffsetOp* op : step.offsets) {
-    at::Tensor part = y.narrow(1, op->range.begin, op->range.count);
-    const at::Tensor offset = op->offset.to(at::kFloat).view({1, op->range.count});
-    part.add_(ByRow(FactorTable(op->factors, y.options()).mul(offset), rows));
   }
   if (const DoraRowsOp* op = step.dora_rows) {
     at::Tensor part = y.narrow(1, op->range.begin, op->range.count);

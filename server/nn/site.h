@@ -1,9 +1,9 @@
-// What a stack does at one linear site. y = W x, then the stack's operations in request order, then the bias:
+// What a stack does at one linear site. y = W x, then the stack's operations in request order, then offsets and the bias:
 //   low rank      y[range] += f B (A x)                                        (LoRA)
 //   Kronecker     y[range] += f kron(w1, w2) x                                 (LoKr)
-//   offset        y[range] += f o                                              (diff_b)
 //   DoRA, rows    y[range] <- keep * y[range] + gain * (B (A x))               keep = 1 - s + s g, gain = s g alpha/r
-//   DoRA, columns the base and all earlier operations see keep * x; then += f B (A (gain * x))
+//   DoRA, columns the base and all earlier operations see keep * x; then y[range] += f B (A (gain * x))
+//   offset        y[range] += f o, like the bias: no DoRA scales it              (diff_b)
 // Nothing of the size of W is ever made. Source of the formulas: design.md section 4.
 #pragma once
 
@@ -122,11 +122,11 @@ class BoundSite {
   struct Step {
     std::vector<Pair> pairs;
     std::vector<const KroneckerOp*> kroneckers;
-    std::vector<const OffsetOp*> offsets;
     const DoraRowsOp* dora_rows = nullptr;
     const DoraColumnsOp* dora_columns = nullptr;
   };
 
+  void AddOffsets(const RowModality& rows, at::Tensor& y) const;
   // What each step sees of x, then what the base sees.
   std::vector<at::Tensor> Inputs(const at::Tensor& x, const RowModality& rows) const;
   void ApplyStep(const Step& step, const at::Tensor& x, const RowModality& rows, at::Tensor& y) const;
@@ -134,6 +134,7 @@ class BoundSite {
   const BaseLinear& base_;
   const c10::ScalarType compute_;
   std::vector<Step> steps_;
+  std::vector<const OffsetOp*> offsets_;
 };
 
 }  // namespace h3
