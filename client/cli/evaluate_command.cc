@@ -16,7 +16,8 @@ namespace h3::ctl {
 
 absl::StatusOr<v1::Evaluation> MakeEvaluation(const EvaluateFlags& flags, const RequestFile& request) {
   if (flags.video_t.has_value() != flags.audio_t.has_value()) return UsageError("--video-t and --audio-t go together");
-  if (flags.video_t.has_value() && flags.sigma.has_value()) return UsageError("give --sigma, or --video-t and --audio-t, not both");
+  if (flags.video_t.has_value() && flags.sigma.has_value())
+    return UsageError("give --sigma, or --video-t and --audio-t, not both");
   v1::Evaluation evaluation;
   if (flags.video_t.has_value()) {
     evaluation.mutable_timesteps()->set_video(*flags.video_t);
@@ -58,8 +59,8 @@ absl::Status RunEvaluate(const EvaluateFlags& flags, Context& context) {
   } else {
     context.out << StackText(session->accepted())
                 << absl::StrFormat("evaluated at t = %g (video), %g (audio) in %.3f s\nwritten: %s\n",
-                                   output.result.timesteps().video(), output.result.timesteps().audio(), output.result.seconds(),
-                                   flags.output)
+                                   output.result.timesteps().video(), output.result.timesteps().audio(),
+                                   output.result.seconds(), flags.output)
                 << std::flush;
   }
   return absl::OkStatus();

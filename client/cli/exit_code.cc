@@ -49,8 +49,8 @@ std::string ErrorJson(const absl::Status& status) {
 
 std::string ErrorLine(const absl::Status& status) {
   const std::string reason = ReasonOf(status);
-  const std::string line = absl::StrCat(absl::StatusCodeToString(status.code()), reason.empty() ? "" : absl::StrCat(" / ", reason),
-                                        ": ", status.message());
+  const std::string line = absl::StrCat(absl::StatusCodeToString(status.code()),
+                                        reason.empty() ? "" : absl::StrCat(" / ", reason), ": ", status.message());
   return absl::StrReplaceAll(line, {{"\n", " "}, {"\r", " "}});
 }
 

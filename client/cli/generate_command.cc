@@ -14,7 +14,8 @@
 namespace h3::ctl {
 
 absl::StatusOr<v1::GenerateHeader> MakeGenerateHeader(const GenerateFlags& flags, const RequestFile& request) {
-  if (!flags.evaluations.has_value() && flags.sigmas.empty()) return UsageError("generate needs --evaluations N or --sigmas LIST");
+  if (!flags.evaluations.has_value() && flags.sigmas.empty())
+    return UsageError("generate needs --evaluations N or --sigmas LIST");
   if (flags.sigmas.empty() && !flags.audio_sigmas.empty()) return UsageError("--audio-sigmas needs --sigmas");
   v1::GenerateHeader header;
   *header.mutable_layout() = request.layout();

@@ -113,7 +113,8 @@ std::string StackText(const v1::Accepted& accepted) {
   for (const v1::ResolvedAdapter& adapter : accepted.stack()) {
     std::vector<std::string> scales;
     for (const v1::EffectiveScale& scale : adapter.scales()) {
-      scales.push_back(absl::StrCat(scale.modules(), " ", scale.module_kind(), " rank ", scale.rank(), " scale ", scale.scale()));
+      scales.push_back(
+          absl::StrCat(scale.modules(), " ", scale.module_kind(), " rank ", scale.rank(), " scale ", scale.scale()));
     }
     rows.push_back({absl::StrCat("  ", adapter.adapter()), absl::StrCat("strength ", adapter.strength()),
                     absl::StrCat(adapter.modules(), " modules"), Human(ByteCount(static_cast<int64_t>(adapter.bytes()))),

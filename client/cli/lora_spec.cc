@@ -54,7 +54,8 @@ absl::Status CheckName(absl::string_view spec, absl::string_view name) {
   const size_t equals = before.rfind('=');
   double strength = 0;
   if (equals == absl::string_view::npos || !absl::SimpleAtod(before.substr(equals + 1), &strength)) return absl::OkStatus();
-  return BadSpec(spec, absl::StrCat("unknown option '", name.substr(comma + 1), "'; there are ", absl::StrJoin(kOptions, ", ")));
+  return BadSpec(spec,
+                 absl::StrCat("unknown option '", name.substr(comma + 1), "'; there are ", absl::StrJoin(kOptions, ", ")));
 }
 
 absl::Status SetOption(absl::string_view spec, absl::string_view key, absl::string_view value, v1::StackEntry& entry) {
@@ -71,7 +72,8 @@ absl::Status SetOption(absl::string_view spec, absl::string_view key, absl::stri
     return absl::OkStatus();
   }
   if (key == "leave-out") {
-    if (value != "adaln") return BadSpec(spec, absl::StrCat("leave-out '", value, "' is not known; only adaln can be left out"));
+    if (value != "adaln")
+      return BadSpec(spec, absl::StrCat("leave-out '", value, "' is not known; only adaln can be left out"));
     entry.add_leave_out(std::string(value));
     return absl::OkStatus();
   }

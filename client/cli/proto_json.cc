@@ -95,7 +95,8 @@ std::string Dump(const Json& json) { return json.dump(-1, ' ', false, Json::erro
 
 std::string ProtoJson(const Message& message) { return Dump(ToJson(message)); }
 
-std::string EventJson(absl::string_view event, const Message& message, absl::string_view extra_key, absl::string_view extra_value) {
+std::string EventJson(absl::string_view event, const Message& message, absl::string_view extra_key,
+                      absl::string_view extra_value) {
   Json json = {{"event", std::string(event)}};
   json.update(ToJson(message));
   if (!extra_key.empty()) json[std::string(extra_key)] = std::string(extra_value);

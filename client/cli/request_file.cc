@@ -38,10 +38,10 @@ absl::StatusOr<v1::DType> WireType(const TensorInfo& tensor) {
     case DType::kI64:
       return v1::DTYPE_I64;
     default:
-      return RefuseArgument(
-          reason::kBadTensor,
-          absl::StrCat("tensor ", tensor.name, " is ", DTypeName(tensor.dtype), "; a request carries F64, F32, F16, BF16 or I64"),
-          {{"tensor", tensor.name}, {"dtype", std::string(DTypeName(tensor.dtype))}});
+      return RefuseArgument(reason::kBadTensor,
+                            absl::StrCat("tensor ", tensor.name, " is ", DTypeName(tensor.dtype),
+                                         "; a request carries F64, F32, F16, BF16 or I64"),
+                            {{"tensor", tensor.name}, {"dtype", std::string(DTypeName(tensor.dtype))}});
   }
 }
 
@@ -126,7 +126,8 @@ class RequestFile::Mapping {
   static absl::StatusOr<std::shared_ptr<const Mapping>> Open(const std::string& path) {
     const FileDescriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
     struct stat info;
-    if (file.get() < 0 || fstat(file.get(), &info) != 0) return absl::NotFoundError(absl::StrCat("cannot open: ", strerror(errno)));
+    if (file.get() < 0 || fstat(file.get(), &info) != 0)
+      return absl::NotFoundError(absl::StrCat("cannot open: ", strerror(errno)));
     if (!S_ISREG(info.st_mode)) return absl::NotFoundError("not a regular file");
     auto mapping = std::make_shared<Mapping>();
     if (info.st_size == 0) return mapping;
@@ -164,8 +165,9 @@ absl::Status RequestFile::Read(absl::string_view bytes) {
   H3_ASSIGN_OR_RETURN(const SafetensorsHeader header, ParseSafetensorsHeader(bytes, static_cast<int64_t>(bytes.size())));
   const auto json = header.metadata.find("layout");
   if (json == header.metadata.end()) {
-    return RefuseArgument(reason::kBadLayout,
-                          "no `layout` in the file's metadata; a request file holds one as JSON, as the files in tests/golden/inputs do");
+    return RefuseArgument(
+        reason::kBadLayout,
+        "no `layout` in the file's metadata; a request file holds one as JSON, as the files in tests/golden/inputs do");
   }
   H3_ASSIGN_OR_RETURN(const RequestLayout layout, ParseRequestLayout(json->second));
   H3_ASSIGN_OR_RETURN(layout_, ToProto(layout.layout));

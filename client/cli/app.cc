@@ -1,0 +1,197 @@
+#include "client/cli/app.h"
+
+#include <CLI/CLI.hpp>
+#include <memory>
+#include <sstream>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "client/cli/adapters_command.h"
+#include "client/cli/evaluate_command.h"
+#include "client/cli/exit_code.h"
+#include "client/cli/generate_command.h"
+#include "client/cli/inspect_command.h"
+#include "client/cli/lora_spec.h"
+#include "client/cli/operations_command.h"
+
+namespace h3::ctl {
+namespace {
+
+constexpr char kDefaultServer[] = "127.0.0.1:50051";
+
+const char kLoraHelp[] =
+    "An adapter of the stack, applied at run time; repeat it for more, in order. SPEC is\n"
+    "NAME=STRENGTH[,video=F][,text=F][,audio=F][,per-evaluation=F:F:...][,auto-strength=FLOOR:CEILING][,alpha=A]"
+    "[,leave-out=adaln][,apply=bypass|materialized], NAME a path below the server's adapters directory without .safetensors, "
+    "or "
+    "sha256:HEX";
+
+const char kAppFooter[] =
+    "\nExamples:\n"
+    "  h3ctl generate --request in.safetensors --lora turbo=1 --lora style=0.6,audio=0 --evaluations 8 --seed 7 --output "
+    "out.safetensors\n"
+    "  h3ctl memory --watch\n"
+    "  h3ctl inspect style.safetensors\n"
+    "\nExit codes: 0 done; 2 wrong usage; 3 refused (the request is at fault); 4 not now (try again); 1 anything else.\n"
+    "With --json an error is {\"code\", \"reason\", \"message\", \"details\"} on stderr.";
+
+const char kRequestHelp[] =
+    "Request file: safetensors with text, text_token_tags, target_video, target_audio_rows, condition_video.N, "
+    "condition_audio.N, "
+    "and the layout as JSON in its metadata";
+
+// What both kinds of run share.
+template <typename Flags>
+void AddRunOptions(CLI::App& command, Flags& flags) {
+  command.add_option("--request", flags.request, kRequestHelp)->required()->type_name("FILE");
+  command.add_option("--lora", flags.lora, kLoraHelp)->allow_extra_args(false)->type_name("SPEC");
+  command.add_option("--video-shift", flags.video_shift, "Sigma shift of the video [the request file's, else 12]");
+  command.add_option("--audio-shift", flags.audio_shift, "Sigma shift of the audio [the request file's, else 3]");
+}
+
+void AddGenerate(CLI::App& app, Invocation& invocation) {
+  CLI::App& command = *app.add_subcommand("generate", "Denoise a request from noise to latents");
+  const auto flags = std::make_shared<GenerateFlags>();
+  AddRunOptions(command, *flags);
+  command.add_option("--output", flags->output, "Safetensors file to write: video, audio (rows), video_latents, audio_latents")
+      ->required()
+      ->type_name("FILE");
+  CLI::Option* const evaluations =
+      command.add_option("--evaluations", flags->evaluations, "Model evaluations (steps)")->type_name("N");
+  CLI::Option* const seed =
+      command.add_option("--seed", flags->seed, "Noise drawn as diffusers draws it [a random seed, shown]");
+  command
+      .add_flag("--noise-from-request", flags->noise_from_request,
+                "target_video and target_audio_rows of the request are the noise")
+      ->excludes(seed);
+  CLI::Option* const schedule =
+      command.add_option("--schedule", flags->schedule, "Sigma grid: official or normal (ComfyUI's) [official]")
+          ->check(CLI::IsMember({"official", "normal"}))
+          ->type_name("NAME");
+  command
+      .add_option("--sigmas", flags->sigmas,
+                  "Video sigmas after the shift, strictly decreasing to 0: a,b,...,0; the audio's follow by re-shifting")
+      ->delimiter(',')
+      ->allow_extra_args(false)
+      ->type_name("LIST")
+      ->excludes(evaluations)
+      ->excludes(schedule);
+  command.add_option("--audio-sigmas", flags->audio_sigmas, "Audio sigmas, where they do not follow the video's")
+      ->delimiter(',')
+      ->allow_extra_args(false)
+      ->type_name("LIST");
+  command.add_option("--priority", flags->priority, "Place in the queue: low, normal or high [normal]")
+      ->check(CLI::IsMember({"low", "normal", "high"}))
+      ->type_name("P");
+  command.add_option("--deadline", flags->deadline_seconds, "Give up after this time; refused at once where it cannot be met")
+      ->check(CLI::PositiveNumber)
+      ->type_name("SECONDS");
+  command.add_option("--request-id", flags->request_id, "A name for the request in logs and messages")->type_name("ID");
+  command.footer(
+      "\nOn a terminal a progress bar, otherwise one JSON object per event. Ctrl-C cancels: the device stops within one "
+      "evaluation.\n"
+      "\nExamples:\n"
+      "  h3ctl generate --request in.safetensors --evaluations 8 --seed 7 --output out.safetensors\n"
+      "  h3ctl generate --request in.safetensors --lora turbo=1 --lora style=-0.5 --evaluations 4 --noise-from-request "
+      "--output out.safetensors\n"
+      "  h3ctl generate --request in.safetensors --sigmas 1,0.9,0.6,0 --seed 7 --output out.safetensors | jq .event");
+  command.callback(
+      [flags, &invocation] { invocation.run = [flags](Context& context) { return RunGenerate(*flags, context); }; });
+}
+
+void AddEvaluate(CLI::App& app, Invocation& invocation) {
+  CLI::App& command = *app.add_subcommand("evaluate", "Run the model once on a request's rows");
+  const auto flags = std::make_shared<EvaluateFlags>();
+  AddRunOptions(command, *flags);
+  command.add_option("--output", flags->output, "Safetensors file to write: video, audio velocity rows, condition rows first")
+      ->required()
+      ->type_name("FILE");
+  command.add_option("--sigma", flags->sigma, "Video sigma after the shift; the audio's by re-shifting")->type_name("S");
+  command.add_option("--video-t", flags->video_t, "Video timestep, 1 - sigma; with --audio-t")->type_name("T");
+  command.add_option("--audio-t", flags->audio_t, "Audio timestep, 1 - sigma; with --video-t")->type_name("T");
+  command.footer(
+      "\nWithout --sigma or --video-t and --audio-t, the point is the request file's base_sigma (before the shift).\n"
+      "\nExamples:\n"
+      "  h3ctl evaluate --request in.safetensors --lora style=0.8 --output velocity.safetensors\n"
+      "  h3ctl evaluate --request in.safetensors --sigma 0.95 --output velocity.safetensors");
+  command.callback(
+      [flags, &invocation] { invocation.run = [flags](Context& context) { return RunEvaluate(*flags, context); }; });
+}
+
+void AddAdapters(CLI::App& app, Invocation& invocation) {
+  CLI::App& command = *app.add_subcommand("adapters", "See what adapters there are; put them on the device and take them off");
+  command.require_subcommand(1);
+  command.add_subcommand("list", "Names, digests, sizes, and what the device holds")->callback([&invocation] {
+    invocation.run = RunAdaptersList;
+  });
+  const auto add = [&](const char* verb, const char* what, absl::Status (*run)(const std::string&, Context&)) {
+    CLI::App& sub = *command.add_subcommand(verb, what);
+    const auto name = std::make_shared<std::string>();
+    sub.add_option("name", *name, "Path below the adapters directory without .safetensors, or sha256:HEX")
+        ->required()
+        ->type_name("NAME");
+    sub.callback([name, run, &invocation] { invocation.run = [name, run](Context& context) { return run(*name, context); }; });
+  };
+  add("load", "Read, check and copy an adapter to the device before it is needed", RunAdaptersLoad);
+  add("unload", "Free an adapter's device memory; refused while a request uses it", RunAdaptersUnload);
+  command.footer("\nExamples:\n  h3ctl adapters list\n  h3ctl adapters load style\n  h3ctl adapters unload style");
+}
+
+void AddOperations(CLI::App& app, Invocation& invocation) {
+  app.add_subcommand("model", "What is served: geometry, partition, types, fingerprint")->callback([&invocation] {
+    invocation.run = RunModel;
+  });
+  app.add_subcommand("status", "Queue and workers")->callback([&invocation] { invocation.run = RunStatus; });
+  CLI::App& memory = *app.add_subcommand("memory", "Who owns every byte of the devices");
+  const auto watch = std::make_shared<bool>(false);
+  memory.add_flag("--watch", *watch, "Again every second until Ctrl-C: a live view on a terminal, else one JSON object a line");
+  memory.callback([watch, &invocation] { invocation.run = [watch](Context& context) { return RunMemory(*watch, context); }; });
+}
+
+void AddInspect(CLI::App& app, Invocation& invocation) {
+  CLI::App& command = *app.add_subcommand("inspect", "What a checkpoint or adapter file is, from its headers; needs no server");
+  const auto flags = std::make_shared<InspectFlags>();
+  command.add_option("path", flags->path, "Checkpoint (file or directory) or adapter (file or PEFT directory)")
+      ->required()
+      ->type_name("PATH");
+  command.add_option("--model", flags->model, "Checkpoint to measure an adapter against [the released H3]")
+      ->type_name("CHECKPOINT");
+  command.footer("\nExamples:\n  h3ctl inspect transformer/\n  h3ctl inspect style.safetensors --model h3-pruned.safetensors");
+  command.callback([flags, &invocation] {
+    invocation.run = [flags](Context& context) { return RunInspect(*flags, context.json, context.out); };
+  });
+}
+
+}  // namespace
+
+absl::StatusOr<Invocation> ParseCommandLine(int argc, const char* const* argv) {
+  Invocation invocation;
+  invocation.server = kDefaultServer;
+  CLI::App app("h3ctl: the command-line client of H3 Serve, MiniMax-H3 with adapters that are stacked at run time", "h3ctl");
+  app.set_version_flag("--version", "h3ctl " H3_VERSION);
+  app.add_option("--server", invocation.server, "HOST:PORT or unix:PATH of h3-scheduler")
+      ->envname("H3_SERVER")
+      ->capture_default_str();
+  app.add_flag("--json", invocation.json, "Answers as JSON on stdout, errors as JSON on stderr");
+  app.require_subcommand(1);
+  app.fallthrough();
+  app.footer(kAppFooter);
+  AddGenerate(app, invocation);
+  AddEvaluate(app, invocation);
+  AddAdapters(app, invocation);
+  AddOperations(app, invocation);
+  AddInspect(app, invocation);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {  // --help and --version arrive here too.
+    std::ostringstream out, err;
+    if (app.exit(error, out, err) == 0) {
+      invocation.help = out.str();
+      return invocation;
+    }
+    return UsageError(absl::StrCat(error.what(), "; --help shows what there is"));
+  }
+  return invocation;
+}
+
+}  // namespace h3::ctl

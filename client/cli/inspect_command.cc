@@ -1,0 +1,305 @@
+#include "client/cli/inspect_command.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <sstream>
+#include <tuple>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "client/cli/exit_code.h"
+#include "client/cli/words.h"
+#include "server/base/bytes.h"
+#include "server/base/confined_file.h"
+#include "server/base/error.h"
+#include "server/base/status_macros.h"
+#include "server/format/adapter.h"
+#include "server/format/checkpoint.h"
+
+namespace h3::ctl {
+namespace {
+
+namespace fs = std::filesystem;
+using Json = nlohmann::ordered_json;
+
+std::string Size(int64_t bytes) { return Human(ByteCount(bytes)); }
+
+struct Histogram {
+  struct Line {
+    int64_t tensors = 0, elements = 0, bytes = 0;
+  };
+  std::map<std::string, Line> by_type;
+
+  void Add(DType dtype, const std::vector<int64_t>& shape) {
+    Line& line = by_type[std::string(DTypeName(dtype))];
+    int64_t elements = 1;
+    for (const int64_t size : shape) elements *= size;
+    ++line.tensors;
+    line.elements += elements;
+    line.bytes += elements * DTypeBytes(dtype);
+  }
+  Json ToJson() const {
+    Json json = Json::object();
+    for (const auto& [name, line] : by_type) {
+      json[name] = {{"tensors", line.tensors}, {"elements", line.elements}, {"bytes", line.bytes}};
+    }
+    return json;
+  }
+  std::string Text() const {
+    std::vector<std::vector<std::string>> rows = {{"TYPE", "TENSORS", "ELEMENTS", "BYTES"}};
+    for (const auto& [name, line] : by_type) {
+      rows.push_back({name, absl::StrCat(line.tensors), Grouped(static_cast<uint64_t>(line.elements)), Size(line.bytes)});
+    }
+    return Table(rows, {1, 2, 3});
+  }
+};
+
+absl::Status InspectCheckpoint(const std::string& path, bool json, std::ostream& out) {
+  H3_ASSIGN_OR_RETURN(const Checkpoint checkpoint, OpenCheckpoint(path));
+  const Geometry& g = checkpoint.geometry;
+  Histogram types;
+  for (const auto& [name, tensor] : checkpoint.tensors) types.Add(tensor.dtype, tensor.shape);
+  int64_t parameters = 0;
+  for (const auto& [name, line] : types.by_type) parameters += line.elements;
+  const std::vector<std::pair<const char*, int64_t>> sizes = {{"hidden", g.hidden},
+                                                              {"blocks", g.blocks},
+                                                              {"refiner_blocks", g.refiner_blocks},
+                                                              {"heads", g.heads},
+                                                              {"head_dim", g.head_dim},
+                                                              {"ffn", g.ffn},
+                                                              {"video_channels", g.video_channels},
+                                                              {"audio_channels", g.audio_channels},
+                                                              {"text_width", g.text_width},
+                                                              {"time_input", g.time_input},
+                                                              {"time_hidden", g.time_hidden},
+                                                              {"adaln_width", g.adaln_width},
+                                                              {"curve_rows", g.curve_rows},
+                                                              {"rope_frequencies", g.rope_frequencies}};
+  if (json) {
+    Json geometry = Json::object();
+    for (const auto& [name, size] : sizes) geometry[name] = size;
+    out << Json{{"kind", "checkpoint"},
+                {"name", checkpoint.name},
+                {"container", std::string(ContainerName(checkpoint.container))},
+                {"files", checkpoint.files.size()},
+                {"qkv_layout", std::string(QkvLayoutName(checkpoint.qkv_layout))},
+                {"partition", std::string(PartitionName(checkpoint.partition))},
+                {"pruned", g.pruned()},
+                {"geometry", geometry},
+                {"parameters", parameters},
+                {"bytes", checkpoint.TotalBytes()},
+                {"dtypes", types.ToJson()}}
+               .dump()
+        << std::endl;
+    return absl::OkStatus();
+  }
+  out << "H3 checkpoint " << checkpoint.name << ": " << (g.pruned() ? "pruned" : "full") << ", "
+      << ContainerName(checkpoint.container) << " (" << checkpoint.files.size() << " files), qkv "
+      << QkvLayoutName(checkpoint.qkv_layout) << ", partition " << PartitionName(checkpoint.partition) << "\n"
+      << Grouped(static_cast<uint64_t>(parameters)) << " parameters, " << Size(checkpoint.TotalBytes()) << "\n\n"
+      << types.Text() << "\n";
+  std::vector<std::vector<std::string>> rows;
+  for (const auto& [name, size] : sizes) rows.push_back({name, absl::StrCat(size)});
+  out << Table(rows, {1}) << std::flush;
+  return absl::OkStatus();
+}
+
+// h3-format.md, section 1.
+Geometry ReleasedGeometry(bool pruned) {
+  return {.hidden = 5376,
+          .blocks = 50,
+          .refiner_blocks = 2,
+          .heads = 56,
+          .head_dim = 128,
+          .ffn = 14336,
+          .video_channels = 24,
+          .audio_channels = 32,
+          .text_width = 5120,
+          .time_input = pruned ? 0 : 256,
+          .time_hidden = pruned ? 0 : 5376,
+          .adaln_width = pruned ? 8 : 2688,
+          .curve_rows = pruned ? 1025 : 0,
+          .rope_frequencies = 16};
+}
+constexpr int64_t kReleasedGridWidth = 2688;
+
+struct AdapterFile {
+  std::string path;
+  std::string peft_config;
+  SafetensorsHeader header;
+
+  absl::StatusOr<AdapterManifest> Read(const Geometry& geometry, IntakeOptions options) const {
+    const TensorReader read = [this](const TensorInfo& info) -> absl::StatusOr<std::string> {
+      const FileDescriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC));
+      std::string bytes(static_cast<size_t>(info.bytes), '\0');
+      if (pread(file.get(), bytes.data(), bytes.size(), static_cast<off_t>(info.offset)) !=
+          static_cast<ssize_t>(bytes.size())) {
+        return absl::InternalError(absl::StrCat("cannot read tensor ", info.name));
+      }
+      return bytes;
+    };
+    options.peft_config = peft_config;
+    return ReadAdapter(header, read, geometry, options);
+  }
+};
+
+struct Measured {
+  AdapterManifest manifest;
+  Geometry geometry;
+  std::string base;  // What it was measured against.
+};
+
+absl::StatusOr<Measured> Measure(const AdapterFile& file, const std::string& model) {
+  // Questions of a base's equipment are not the file's: a grid is taken for granted.
+  IntakeOptions options = {.base_has_grid = true, .grid_width = kReleasedGridWidth};
+  if (!model.empty()) {
+    absl::StatusOr<Checkpoint> checkpoint = OpenCheckpoint(model);
+    if (!checkpoint.ok()) return Annotate(checkpoint.status(), model);
+    H3_ASSIGN_OR_RETURN(AdapterManifest manifest, file.Read(checkpoint->geometry, options));
+    return Measured{std::move(manifest), checkpoint->geometry, checkpoint->name};
+  }
+  absl::Status refusal;
+  for (const bool pruned : {false, true}) {
+    const Geometry geometry = ReleasedGeometry(pruned);
+    absl::StatusOr<AdapterManifest> manifest = file.Read(geometry, options);
+    if (manifest.ok()) return Measured{*std::move(manifest), geometry, pruned ? "the released pruned H3" : "the released H3"};
+    if (refusal.ok()) refusal = manifest.status();
+  }
+  return Annotate(refusal, "measured against the released H3 (--model CHECKPOINT measures against another)");
+}
+
+// Terms that are alike, by site kind.
+struct TermGroup {
+  std::string kind, type, source;
+  int64_t rank = 0;
+  double alpha = 0, scale = 0;
+  auto Key() const { return std::tie(kind, type, rank, alpha, scale, source); }
+  bool operator<(const TermGroup& other) const { return Key() < other.Key(); }
+};
+
+std::string TermType(const AdapterTerm& term) {
+  if (term.offset.has_value()) return "offset";
+  if (term.kronecker.has_value()) return "kronecker";
+  switch (term.low_rank->magnitude_axis) {
+    case MagnitudeAxis::kRows:
+      return "dora rows";
+    case MagnitudeAxis::kColumns:
+      return "dora columns";
+    case MagnitudeAxis::kNone:
+      break;
+  }
+  return term.through_grid ? "low rank, through the grid" : "low rank";
+}
+
+// Each group with the number of its terms and of the sites that they stand on.
+std::map<TermGroup, std::pair<int64_t, std::set<int>>> GroupTerms(const Measured& measured) {
+  const std::vector<Site> sites = Sites(measured.geometry);
+  std::map<TermGroup, std::pair<int64_t, std::set<int>>> groups;
+  for (const AdapterTerm& term : measured.manifest.terms) {
+    auto& [terms, on] = groups[{.kind = std::string(SiteKindName(sites[static_cast<size_t>(term.site)].kind)),
+                                .type = TermType(term),
+                                .source = term.scale_source,
+                                .rank = term.rank,
+                                .alpha = term.alpha,
+                                .scale = term.scale}];
+    ++terms;
+    on.insert(term.site);
+  }
+  return groups;
+}
+
+absl::Status InspectAdapter(const AdapterFile& file, const std::string& model, bool json, std::ostream& out) {
+  H3_ASSIGN_OR_RETURN(const Measured measured, Measure(file, model));
+  const AdapterManifest& manifest = measured.manifest;
+  Histogram types;
+  for (const TensorInfo& tensor : file.header.tensors) types.Add(tensor.dtype, tensor.shape);
+  const auto groups = GroupTerms(measured);
+  if (json) {
+    Json terms = Json::array();
+    for (const auto& [group, count] : groups) {
+      terms.push_back({{"kind", group.kind},
+                       {"type", group.type},
+                       {"modules", count.second.size()},
+                       {"terms", count.first},
+                       {"rank", group.rank},
+                       {"alpha", group.alpha},
+                       {"scale", group.scale},
+                       {"source", group.source}});
+    }
+    out << Json{{"kind", "adapter"},
+                {"format", manifest.format},
+                {"measured_against", measured.base},
+                {"partition", std::string(PartitionName(manifest.partition))},
+                {"tensors", file.header.tensors.size()},
+                {"file_bytes", file.header.file_bytes},
+                {"device_bytes", manifest.device_bytes},
+                {"terms", terms},
+                {"norm_offsets", manifest.norm_offsets.size()},
+                {"complete_curve", manifest.curve.has_value()},
+                {"ignored_sections", manifest.ignored_sections},
+                {"warnings", manifest.warnings},
+                {"dtypes", types.ToJson()}}
+               .dump(-1, ' ', false, Json::error_handler_t::replace)
+        << std::endl;
+    return absl::OkStatus();
+  }
+  out << "adapter in " << manifest.format << " spelling, measured against " << measured.base << ", partition "
+      << PartitionName(manifest.partition) << "\n"
+      << file.header.tensors.size() << " tensors, " << Size(file.header.file_bytes) << " on the disk, "
+      << Size(manifest.device_bytes) << " on a device\n\n";
+  std::vector<std::vector<std::string>> rows = {{"MODULES", "TERMS", "KIND", "TYPE", "RANK", "ALPHA", "SCALE", "FROM"}};
+  for (const auto& [group, count] : groups) {
+    rows.push_back({absl::StrCat(count.second.size()), absl::StrCat(count.first), group.kind, group.type,
+                    absl::StrCat(group.rank), absl::StrCat(group.alpha), absl::StrCat(group.scale), group.source});
+  }
+  out << Table(rows, {0, 1, 4, 5, 6}) << "\n" << types.Text();
+  if (!manifest.norm_offsets.empty()) out << manifest.norm_offsets.size() << " norm weights are offset\n";
+  if (manifest.curve.has_value()) {
+    out << "complete modulation of its own, "
+        << (manifest.curve->table.has_value() ? "with its own table" : "on the base's table") << "\n";
+  }
+  if (!manifest.ignored_sections.empty())
+    out << "other sections of the file: " << absl::StrJoin(manifest.ignored_sections, ", ") << "\n";
+  for (const std::string& warning : manifest.warnings) out << "warning: " << warning << "\n";
+  out << std::flush;
+  return absl::OkStatus();
+}
+
+std::string ReadText(const fs::path& path) {
+  std::ifstream file(path);
+  std::stringstream text;
+  text << file.rdbuf();
+  return text.str();
+}
+
+}  // namespace
+
+absl::Status RunInspect(const InspectFlags& flags, bool json, std::ostream& out) {
+  AdapterFile file = {.path = flags.path};
+  std::error_code ignored;
+  if (fs::is_directory(flags.path, ignored)) {
+    const fs::path config = fs::path(flags.path) / "adapter_config.json";
+    if (!fs::exists(config, ignored)) return Annotate(InspectCheckpoint(flags.path, json, out), flags.path);
+    file.path = (fs::path(flags.path) / "adapter_model.safetensors").string();
+    file.peft_config = ReadText(config);
+  }
+  absl::StatusOr<SafetensorsHeader> header = ReadSafetensorsHeader(file.path);
+  if (!header.ok()) return Annotate(header.status(), file.path);
+  file.header = *std::move(header);
+  for (const TensorInfo& tensor : file.header.tensors) {
+    if (absl::EndsWith(tensor.name, "video_patch_proj.weight"))
+      return Annotate(InspectCheckpoint(flags.path, json, out), flags.path);
+  }
+  return Annotate(InspectAdapter(file, flags.model, json, out), flags.path);
+}
+
+}  // namespace h3::ctl

@@ -1,0 +1,20 @@
+// One Generate call over its stream. Internal to client/.
+#pragma once
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "client/client.h"
+#include "h3/v1/generation.grpc.pb.h"
+
+namespace h3::client {
+
+absl::StatusOr<GenerateResult> RunGenerateStream(v1::Generation::StubInterface& stub, v1::GenerateHeader header,
+                                                 absl::Span<const TensorView> tensors, const GenerateEvents& events,
+                                                 const CallOptions& options, const std::string& server);
+
+// The session behind Client::OpenSession (session.cc).
+absl::StatusOr<std::unique_ptr<Session>> OpenSessionStream(v1::Generation::StubInterface& stub, v1::EvaluateHeader header,
+                                                           absl::Span<const TensorView> tensors, const CallOptions& options,
+                                                           const std::string& server);
+
+}  // namespace h3::client

@@ -1,0 +1,114 @@
+#include "client/session.h"
+
+#include <limits>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "client/call.h"
+#include "client/generate_stream.h"
+#include "proto/support/status.h"
+
+namespace h3::client {
+namespace {
+
+class StreamSession final : public Session {
+ public:
+  StreamSession(v1::Generation::StubInterface& stub, const CallOptions& options, const std::string& server)
+      : call_(options, server), stream_(stub.Evaluate(call_.context())) {}
+
+  ~StreamSession() override {
+    if (!over_.has_value()) End(absl::CancelledError("the session was given up"));
+  }
+
+  absl::Status Open(v1::EvaluateHeader header, absl::Span<const TensorView> tensors) {
+    v1::EvaluateRequest request;
+    *request.mutable_header() = std::move(header);
+    Announce(tensors, request.mutable_header()->mutable_tensors());
+    if (stream_->Write(request)) SendChunks(*stream_, tensors);  // Where it breaks, reading ends too.
+    v1::EvaluateResponse response;
+    if (!stream_->Read(&response)) return EndOfStream();
+    if (!response.has_accepted()) return End(ProtocolError("accepted does not come first"));
+    accepted_ = std::move(*response.mutable_accepted());
+    if (!stream_->Read(&response)) return EndOfStream();
+    if (!response.has_ready()) return End(ProtocolError("ready does not follow accepted"));
+    ready_ = response.ready();
+    return absl::OkStatus();
+  }
+
+  const v1::Accepted& accepted() const override { return accepted_; }
+  const v1::Ready& ready() const override { return ready_; }
+
+  absl::StatusOr<EvaluationOutput> Evaluate(v1::Evaluation evaluation, absl::Span<const TensorView> tensors) override {
+    if (over_.has_value()) return Over();
+    v1::EvaluateRequest request;
+    *request.mutable_evaluation() = std::move(evaluation);
+    Announce(tensors, request.mutable_evaluation()->mutable_tensors());
+    if (stream_->Write(request)) SendChunks(*stream_, tensors);
+    v1::EvaluateResponse response;
+    if (!stream_->Read(&response)) return EndOfStream();
+    if (!response.has_result()) return End(ProtocolError("an evaluation's answer does not begin with its result"));
+    EvaluationOutput output;
+    output.result = std::move(*response.mutable_result());
+    if (const absl::Status specs = CheckTensorSpecs(output.result.tensors(), std::numeric_limits<int64_t>::max());
+        !specs.ok()) {
+      return End(ProtocolError(specs.message()));
+    }
+    TensorAssembler assembler(output.result.tensors());
+    while (!assembler.complete()) {
+      if (!stream_->Read(&response)) return EndOfStream();
+      if (!response.has_chunk()) return End(ProtocolError("an event between the chunks of a result"));
+      if (const absl::Status added = assembler.Add(response.chunk()); !added.ok()) return End(ProtocolError(added.message()));
+    }
+    absl::StatusOr<std::vector<Tensor>> taken = TakeTensors(assembler);
+    if (!taken.ok()) return End(taken.status());
+    output.tensors = *std::move(taken);
+    return output;
+  }
+
+  absl::Status Close() override {
+    if (over_.has_value()) return Over();
+    stream_->WritesDone();
+    v1::EvaluateResponse response;
+    if (stream_->Read(&response)) return End(ProtocolError("an event after the last evaluation"));
+    over_ = call_.End(stream_->Finish());
+    return *over_;
+  }
+
+ private:
+  // The server ended the stream where more was due.
+  absl::Status EndOfStream() {
+    over_ = call_.End(stream_->Finish());
+    if (over_->ok()) over_ = ProtocolError("the stream ended in the middle of a session");
+    return *over_;
+  }
+
+  // Ends it from our side.
+  absl::Status End(absl::Status why) {
+    call_.context()->TryCancel();
+    stream_->Finish();
+    over_ = std::move(why);
+    return *over_;
+  }
+
+  absl::Status Over() const { return over_->ok() ? absl::FailedPreconditionError("the session was closed") : *over_; }
+
+  Call call_;
+  const std::unique_ptr<grpc::ClientReaderWriterInterface<v1::EvaluateRequest, v1::EvaluateResponse>> stream_;
+  std::optional<absl::Status> over_;  // Set when the stream was finished.
+  v1::Accepted accepted_;
+  v1::Ready ready_;
+};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Session>> OpenSessionStream(v1::Generation::StubInterface& stub, v1::EvaluateHeader header,
+                                                           absl::Span<const TensorView> tensors, const CallOptions& options,
+                                                           const std::string& server) {
+  auto session = std::make_unique<StreamSession>(stub, options, server);
+  if (absl::Status opened = session->Open(std::move(header), tensors); !opened.ok()) return opened;
+  return session;
+}
+
+}  // namespace h3::client
