@@ -19,7 +19,7 @@ class StreamSession final : public Session {
       : call_(options, server), stream_(stub.Evaluate(call_.context())) {}
 
   ~StreamSession() override {
-    if (!over_.has_value()) End(absl::CancelledError("the session was given up"));
+    if (!over_.has_value()) End(absl::CancelledError("the session was given up")).IgnoreError();
   }
 
   absl::Status Open(v1::EvaluateHeader header, absl::Span<const TensorView> tensors) {

@@ -4,7 +4,9 @@
 #include <memory>
 #include <sstream>
 #include <utility>
+#include <vector>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "client/cli/adapters_command.h"
 #include "client/cli/evaluate_command.h"
@@ -19,12 +21,10 @@ namespace {
 
 constexpr char kDefaultServer[] = "127.0.0.1:50051";
 
-const char kLoraHelp[] =
-    "An adapter of the stack, applied at run time; repeat it for more, in order. SPEC is\n"
-    "NAME=STRENGTH[,video=F][,text=F][,audio=F][,per-evaluation=F:F:...][,auto-strength=FLOOR:CEILING][,alpha=A]"
-    "[,leave-out=adaln][,apply=bypass|materialized], NAME a path below the server's adapters directory without .safetensors, "
-    "or "
-    "sha256:HEX";
+std::string LoraHelp() {
+  return absl::StrCat("An adapter of the stack, applied at run time; repeat it for more, in order. SPEC is\n", kLoraSpecGrammar,
+                      "\nwith NAME a path below the server's adapters directory without .safetensors, or sha256:HEX");
+}
 
 const char kAppFooter[] =
     "\nExamples:\n"
@@ -44,7 +44,7 @@ const char kRequestHelp[] =
 template <typename Flags>
 void AddRunOptions(CLI::App& command, Flags& flags) {
   command.add_option("--request", flags.request, kRequestHelp)->required()->type_name("FILE");
-  command.add_option("--lora", flags.lora, kLoraHelp)->allow_extra_args(false)->type_name("SPEC");
+  command.add_option("--lora", flags.lora, LoraHelp())->allow_extra_args(false)->type_name("SPEC");
   command.add_option("--video-shift", flags.video_shift, "Sigma shift of the video [the request file's, else 12]");
   command.add_option("--audio-shift", flags.audio_shift, "Sigma shift of the audio [the request file's, else 3]");
 }
@@ -56,8 +56,8 @@ void AddGenerate(CLI::App& app, Invocation& invocation) {
   command.add_option("--output", flags->output, "Safetensors file to write: video, audio (rows), video_latents, audio_latents")
       ->required()
       ->type_name("FILE");
-  CLI::Option* const evaluations =
-      command.add_option("--evaluations", flags->evaluations, "Model evaluations (steps)")->type_name("N");
+  command.add_option("--evaluations", flags->evaluations, "Model evaluations (steps); needed unless there are --sigmas")
+      ->type_name("N");
   CLI::Option* const seed =
       command.add_option("--seed", flags->seed, "Noise drawn as diffusers draws it [a random seed, shown]");
   command
@@ -74,7 +74,6 @@ void AddGenerate(CLI::App& app, Invocation& invocation) {
       ->delimiter(',')
       ->allow_extra_args(false)
       ->type_name("LIST")
-      ->excludes(evaluations)
       ->excludes(schedule);
   command.add_option("--audio-sigmas", flags->audio_sigmas, "Audio sigmas, where they do not follow the video's")
       ->delimiter(',')
@@ -186,8 +185,12 @@ absl::StatusOr<Invocation> ParseCommandLine(int argc, const char* const* argv) {
   } catch (const CLI::ParseError& error) {  // --help and --version arrive here too.
     std::ostringstream out, err;
     if (app.exit(error, out, err) == 0) {
-      invocation.help = out.str();
+      invocation.help = absl::StrCat(absl::StripTrailingAsciiWhitespace(out.str()), "\n");
       return invocation;
+    }
+    const std::vector<std::string> extras = app.remaining();
+    if (app.get_subcommands().empty() && !extras.empty()) {
+      return UsageError(absl::StrCat("there is no command ", extras.front(), "; h3ctl --help shows them"));
     }
     return UsageError(absl::StrCat(error.what(), "; --help shows what there is"));
   }

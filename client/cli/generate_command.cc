@@ -16,6 +16,10 @@ namespace h3::ctl {
 absl::StatusOr<v1::GenerateHeader> MakeGenerateHeader(const GenerateFlags& flags, const RequestFile& request) {
   if (!flags.evaluations.has_value() && flags.sigmas.empty())
     return UsageError("generate needs --evaluations N or --sigmas LIST");
+  if (flags.evaluations.has_value() && !flags.sigmas.empty() && *flags.evaluations + 1 != flags.sigmas.size()) {
+    return UsageError(absl::StrCat(flags.sigmas.size(), " --sigmas make ", flags.sigmas.size() - 1, " evaluations, not ",
+                                   *flags.evaluations));
+  }
   if (flags.sigmas.empty() && !flags.audio_sigmas.empty()) return UsageError("--audio-sigmas needs --sigmas");
   v1::GenerateHeader header;
   *header.mutable_layout() = request.layout();

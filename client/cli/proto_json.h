@@ -8,7 +8,7 @@
 
 namespace h3::ctl {
 
-// One line. Every field is there, in the order of its number in the .proto, also when it is zero; except an unset `optional`
+// One line. Every field is there, in the order of the .proto, also when it is zero; except an unset `optional`
 // field or oneof member.
 // An enum value loses the prefix of its type: PARTITION_REF2VA is "ref2va", and ..._UNSPECIFIED is "unknown".
 std::string ProtoJson(const google::protobuf::Message& message);

@@ -36,9 +36,13 @@ std::string Word(const google::protobuf::EnumDescriptor& type, int value) {
 }
 
 std::string Grouped(uint64_t number) {
-  std::string digits = absl::StrCat(number);
-  for (size_t i = digits.size(); i > 3; i -= 3) digits.insert(i - 3, ",");
-  return digits;
+  const std::string digits = absl::StrCat(number);
+  std::string grouped;
+  for (size_t i = 0; i < digits.size(); ++i) {
+    if (i > 0 && (digits.size() - i) % 3 == 0) grouped.push_back(',');
+    grouped.push_back(digits[i]);
+  }
+  return grouped;
 }
 
 std::string ShortDigest(absl::string_view digest) { return std::string(digest.substr(0, 12)); }

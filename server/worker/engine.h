@@ -35,6 +35,7 @@ struct ModelInfo {
   std::string device;
   int64_t parameters = 0;
   ByteCount weight_bytes;
+  int64_t grid_width = 0;  // Of the silu grid on a pruned base; 0: none.
 };
 
 struct AdapterResidency {

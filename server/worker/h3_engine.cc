@@ -46,7 +46,8 @@ absl::StatusOr<std::unique_ptr<H3Engine>> H3Engine::Create(const EngineOptions& 
                    .dtype = ScalarTypeName(model.compute()),
                    .device = device.str(),
                    .parameters = model.weights().parameters(),
-                   .weight_bytes = model.weights().bytes()};
+                   .weight_bytes = model.weights().bytes(),
+                   .grid_width = model.silu_grid().has_value() ? model.silu_grid()->width : 0};
   return engine;
 }
 

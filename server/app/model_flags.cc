@@ -1,0 +1,53 @@
+#include "server/app/model_flags.h"
+
+#include <map>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/strip.h"
+#include "server/base/error.h"
+
+namespace h3 {
+
+void ModelFlags::AddTo(CLI::App& app, bool model_required) {
+  CLI::Option* path = app.add_option("--model", model, "Checkpoint: one safetensors file, or a directory (reference or diffusers), with or without an index")
+                          ->group("Model");
+  if (model_required) path->required();
+  app.add_option("--device", device, "auto: an accelerator where there is one, else the CPU; cpu; cuda; cuda:N")->capture_default_str()->group("Model");
+  app.add_option("--dtype", dtype, "Type of the block stack; auto keeps each tensor's own. Patch projections, time embedder and heads stay float32")
+      ->check(CLI::IsMember({"auto", "float32", "bfloat16", "float16"}))->capture_default_str()->group("Model");
+  app.add_option("--partition", partition, "Which of H3's two weight sets it is; auto: as the files declare. A known one refuses the other's tasks")
+      ->check(CLI::IsMember({"auto", "fl2va", "ref2va"}))->capture_default_str()->group("Model");
+  app.add_option("--qkv-layout", qkv_layout, "Row order of the fused q/k/v; auto: interleaved in a reference directory, else stacked")
+      ->check(CLI::IsMember({"auto", "stacked", "interleaved"}))->capture_default_str()->group("Model");
+  app.add_option("--silu-grid", silu_grid, "For a pruned model: silu_t_emb_grid file, or a full H3 file (exact), through which ordinary AdaLN pairs are applied")
+      ->group("Model");
+  app.add_option("--weights", weights, "On the CPU: map reads weights from the page cache, copy takes memory of its own")
+      ->check(CLI::IsMember({"map", "copy"}))->capture_default_str()->group("Model");
+  app.add_option("--device-memory", device_memory, "Bytes of the device to count on, e.g. 80GiB; default: all that the machine allows")
+      ->check([](const std::string& text) { return ParseBytes(text).ok() ? "" : "not a number of bytes such as 80GiB: " + text; })->group("Model");
+}
+
+std::vector<std::string> ModelFlags::Arguments(const std::string& device_name) const {
+  std::vector<std::string> arguments = {"--model", model, "--device", device_name, "--dtype", dtype, "--partition", partition,
+                                        "--qkv-layout", qkv_layout, "--weights", weights};
+  if (!silu_grid.empty()) arguments.insert(arguments.end(), {"--silu-grid", silu_grid});
+  if (!device_memory.empty()) arguments.insert(arguments.end(), {"--device-memory", device_memory});
+  return arguments;
+}
+
+absl::StatusOr<ByteCount> ParseBytes(const std::string& text) {
+  const std::map<absl::string_view, int64_t> units = {{"KiB", int64_t{1} << 10}, {"MiB", int64_t{1} << 20}, {"GiB", int64_t{1} << 30}, {"TiB", int64_t{1} << 40}};
+  absl::string_view digits = text;
+  double factor = 1;
+  for (const auto& [unit, bytes] : units) {
+    if (absl::ConsumeSuffix(&digits, unit)) factor = static_cast<double>(bytes);
+  }
+  double value = 0;
+  if (!absl::SimpleAtod(digits, &value) || !(value > 0) || value * factor > 1e18) {
+    return RefuseArgument(reason::kBadRequest, absl::StrCat("\"", text, "\" is not a number of bytes such as 80GiB"));
+  }
+  return ByteCount(static_cast<int64_t>(value * factor));
+}
+
+}  // namespace h3

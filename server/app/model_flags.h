@@ -1,0 +1,31 @@
+// The options that say which model a process serves and how: the same for h3-worker and for a scheduler that starts one.
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "server/base/bytes.h"
+
+namespace h3 {
+
+struct ModelFlags {
+  std::string model;
+  std::string device = "auto";
+  std::string dtype = "auto";
+  std::string partition = "auto";
+  std::string qkv_layout = "auto";
+  std::string silu_grid;
+  std::string weights = "map";
+  std::string device_memory;
+
+  void AddTo(CLI::App& app, bool model_required);
+  // The same flags again, for the worker that a scheduler starts on `device_name`.
+  std::vector<std::string> Arguments(const std::string& device_name) const;
+};
+
+// "80GiB", "512MiB", "1000000": INVALID_ARGUMENT for anything else.
+absl::StatusOr<ByteCount> ParseBytes(const std::string& text);
+
+}  // namespace h3

@@ -1,0 +1,164 @@
+// h3-worker: one device, one resident model. Wiring only.
+#include <spdlog/spdlog.h>
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <chrono>
+#include <optional>
+#include <thread>
+
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/notification.h"
+#include "absl/time/clock.h"
+#include "server/app/model_flags.h"
+#include "server/app/process.h"
+#include "server/base/bytes.h"
+#include "server/metrics/exposer.h"
+#include "server/metrics/worker_metrics.h"
+#include "server/rpc/worker_service.h"
+#include "server/worker/device_thread.h"
+#include "server/worker/engine.h"
+
+namespace h3 {
+namespace {
+
+constexpr int kExitFault = 70;
+constexpr size_t kDeviceQueue = 64;
+const std::vector<std::string> kServices = {"h3.v1.Worker"};
+
+struct Flags {
+  std::string listen = "127.0.0.1:50052";
+  std::string metrics = "127.0.0.1:9465";
+  std::string adapters = ".";
+  ModelFlags model;
+  bool supervised = false;
+};
+
+EngineOptions ToEngineOptions(const Flags& flags) {
+  EngineOptions options{.model = flags.model.model,
+                        .adapters = flags.adapters,
+                        .device = flags.model.device,
+                        .dtype = flags.model.dtype,
+                        .silu_grid = flags.model.silu_grid,
+                        .copy_weights = flags.model.weights == "copy"};
+  if (flags.model.partition != "auto") options.checkpoint.partition = flags.model.partition == "fl2va" ? Partition::kFl2va : Partition::kRef2va;
+  if (flags.model.qkv_layout != "auto") {
+    options.checkpoint.qkv_layout = flags.model.qkv_layout == "stacked" ? QkvLayout::kStacked : QkvLayout::kInterleaved;
+  }
+  if (!flags.model.device_memory.empty()) options.device_memory = ParseBytes(flags.model.device_memory).value();
+  return options;
+}
+
+// The scheduler that started us holds the other end of stdin: when it is gone, so are we.
+void LeaveWithParent() {
+  std::thread([] {
+    char byte;
+    while (read(STDIN_FILENO, &byte, 1) > 0) {
+    }
+    spdlog::info("the scheduler is gone; leaving");
+    _exit(0);
+  }).detach();
+}
+
+MemoryGauges ReadGauges(const Engine& engine) {
+  const MemoryReport report = engine.Memory();
+  MemoryGauges gauges{report.device, report.total, report.free, report.ledger, report.last_request_peak, report.avoided_resident, report.base_mutations, {}};
+  for (const AdapterResidency& adapter : report.adapters) gauges.adapters.push_back({adapter.name, adapter.bytes});
+  return gauges;
+}
+
+int Run(const Flags& flags) {
+  if (flags.supervised) LeaveWithParent();
+  DeviceThread device(kDeviceQueue);
+  std::unique_ptr<Engine> engine;
+  absl::Status loaded;
+  {
+    absl::Notification done;
+    spdlog::info("loading {}", flags.model.model);
+    device.Post([&] {
+      auto made = MakeEngine(ToEngineOptions(flags));
+      if (made.ok()) {
+        engine = std::move(*made);
+      } else {
+        loaded = made.status();
+      }
+      done.Notify();
+    });
+    done.WaitForNotification();
+  }
+  if (!loaded.ok()) {
+    spdlog::error("cannot serve: {}", loaded.ToString(absl::StatusToStringMode::kWithNoExtraData));
+    return 1;
+  }
+  const ModelInfo& info = engine->model();
+  spdlog::info(absl::StrCat("model ", info.name, " (", ContainerName(info.container), ", ", info.geometry.pruned() ? "pruned" : "full", ", ", info.dtype,
+                            ", partition ", PartitionName(info.partition), "), ", Human(info.weight_bytes), ", fingerprint ", info.fingerprint));
+
+  auto exposer = MetricsExposer::Create(flags.metrics);
+  if (!exposer.ok()) {
+    spdlog::error(std::string(exposer.status().message()));
+    return 1;
+  }
+  WorkerMetrics metrics((*exposer)->registry());
+  (*exposer)->Add(std::make_shared<MemoryCollector>([&] { return ReadGauges(*engine); }));
+
+  absl::Notification leave;
+  std::optional<absl::Status> fault;
+  std::optional<ListeningServer> listening;
+  WorkerService service(*engine, device, metrics, {.on_fault = [&](absl::Status why) {
+    fault = std::move(why);
+    if (!leave.HasBeenNotified()) leave.Notify();
+  }});
+  auto made = Listen(flags.listen, {&service});
+  if (!made.ok()) {
+    spdlog::error(std::string(made.status().message()));
+    return 1;
+  }
+  listening = std::move(*made);
+  SetReady(*listening->server, kServices, true);
+  OnStopSignal([&] {
+    SetReady(*listening->server, kServices, false);
+    service.Drain();
+    while (service.Active() > 0) absl::SleepFor(absl::Milliseconds(20));
+    if (!leave.HasBeenNotified()) leave.Notify();
+  });
+  PrintReady(listening->address, (*exposer)->address());
+  leave.WaitForNotification();
+
+  SetReady(*listening->server, kServices, false);
+  if (fault.has_value()) {
+    spdlog::critical(absl::StrCat("fatal fault: ", fault->message()));
+    // What is in flight is told before the process goes.
+    listening->server->Shutdown(std::chrono::system_clock::now() + std::chrono::milliseconds(500));
+    _exit(kExitFault);
+  }
+  listening->server->Shutdown(std::chrono::system_clock::now() + std::chrono::seconds(5));
+  absl::Notification gone;
+  device.Post([&] {
+    engine.reset();
+    gone.Notify();
+  });
+  gone.WaitForNotification();
+  spdlog::info("drained");
+  return 0;
+}
+
+}  // namespace
+}  // namespace h3
+
+int main(int argc, char** argv) {
+  h3::BlockStopSignals();
+  h3::SetUpLogging("h3-worker");
+  h3::Flags flags;
+  CLI::App app("Serves one resident MiniMax-H3 model on one device to an h3-scheduler. Most people start h3-scheduler --model PATH, which starts its "
+               "workers by itself; run this one where the scheduler is on another machine.");
+  app.add_option("--listen", flags.listen, "Where the scheduler finds it: HOST:PORT (port 0: a free one) or unix:PATH")->capture_default_str();
+  app.add_option("--metrics", flags.metrics, "HOST:PORT of /metrics for Prometheus")->capture_default_str();
+  app.add_option("--adapters", flags.adapters, "Directory of adapters; a name is a path below it without .safetensors")->capture_default_str();
+  app.add_flag("--supervised", flags.supervised, "Leave when stdin ends (set by the scheduler that starts it)");
+  flags.model.AddTo(app, true);
+  app.footer("Prints `ready grpc=HOST:PORT metrics=HOST:PORT` when it serves. SIGTERM drains, a second one exits at once.\n"
+             "Example: h3-worker --model h3-pruned.safetensors --adapters loras --listen 0.0.0.0:50052");
+  CLI11_PARSE(app, argc, argv);
+  return h3::Run(flags);
+}

@@ -1,0 +1,241 @@
+#include "server/rpc/convert.h"
+
+#include <cmath>
+
+#include "absl/strings/str_cat.h"
+#include "server/base/check.h"
+#include "server/base/error.h"
+#include "server/base/status_macros.h"
+
+namespace h3 {
+namespace {
+
+absl::Status BadRequest(absl::string_view what, absl::string_view field) {
+  return RefuseArgument(reason::kBadRequest, what, {{"field", std::string(field)}});
+}
+
+DType FromProto(v1::DType dtype) {
+  switch (dtype) {
+    case v1::DTYPE_F32: return DType::kF32;
+    case v1::DTYPE_BF16: return DType::kBF16;
+    case v1::DTYPE_F16: return DType::kF16;
+    case v1::DTYPE_F64: return DType::kF64;
+    case v1::DTYPE_I64: return DType::kI64;
+    default: H3_CHECK(false); return DType::kF32;
+  }
+}
+
+}  // namespace
+
+absl::StatusOr<Layout> FromProto(const v1::Layout& proto) {
+  Layout layout;
+  for (const int keyframe : proto.keyframes()) {
+    if (keyframe != v1::KEYFRAME_FIRST && keyframe != v1::KEYFRAME_LAST) {
+      return RefuseArgument(reason::kBadLayout, "layout: a keyframe is neither first nor last", {{"field", "layout.keyframes"}});
+    }
+    layout.keyframes.push_back(keyframe == v1::KEYFRAME_FIRST ? Keyframe::kFirst : Keyframe::kLast);
+  }
+  for (int i = 0; i < proto.references_size(); ++i) {
+    const v1::Reference& from = proto.references(i);
+    Reference reference{.latent_frames = from.latent_frames(),
+                        .latent_height = from.latent_height(),
+                        .latent_width = from.latent_width(),
+                        .audio_latents = from.audio_latents()};
+    switch (from.kind()) {
+      case v1::REFERENCE_KIND_IMAGE: reference.kind = ReferenceKind::kImage; break;
+      case v1::REFERENCE_KIND_VIDEO: reference.kind = ReferenceKind::kVideo; break;
+      case v1::REFERENCE_KIND_AUDIO: reference.kind = ReferenceKind::kAudio; break;
+      default:
+        return RefuseArgument(reason::kBadLayout, absl::StrCat("layout: references[", i, "] has no kind"),
+                              {{"field", absl::StrCat("layout.references[", i, "].kind")}});
+    }
+    layout.references.push_back(reference);
+  }
+  layout.text_tokens = proto.text_tokens();
+  layout.latent_frames = proto.latent_frames();
+  layout.latent_height = proto.latent_height();
+  layout.latent_width = proto.latent_width();
+  layout.audio_latents = proto.audio_latents();
+  return layout;
+}
+
+absl::StatusOr<std::vector<StackEntry>> FromProto(const google::protobuf::RepeatedPtrField<v1::StackEntry>& stack) {
+  constexpr int kMaxStack = 256;
+  if (stack.size() > kMaxStack) return BadRequest(absl::StrCat("a stack of ", stack.size(), "; at most ", kMaxStack, " adapters"), "stack");
+  std::vector<StackEntry> entries;
+  for (int i = 0; i < stack.size(); ++i) {
+    const v1::StackEntry& from = stack.Get(i);
+    if (!from.has_strength()) {
+      return RefuseArgument(reason::kBadStrength, absl::StrCat("stack[", i, "] (", from.adapter(), ") has no strength"),
+                            {{"field", absl::StrCat("stack[", i, "].strength")}});
+    }
+    StackEntry entry{.adapter = from.adapter(), .digest = from.digest(), .strength = from.strength()};
+    if (from.factors().has_video()) entry.video = from.factors().video();
+    if (from.factors().has_text()) entry.text = from.factors().text();
+    if (from.factors().has_audio()) entry.audio = from.factors().audio();
+    entry.per_evaluation.assign(from.per_evaluation().begin(), from.per_evaluation().end());
+    if (from.has_auto_strength()) {
+      AutoStrength bounds;
+      if (from.auto_strength().has_floor()) bounds.floor = from.auto_strength().floor();
+      if (from.auto_strength().has_ceiling()) bounds.ceiling = from.auto_strength().ceiling();
+      entry.auto_strength = bounds;
+    }
+    if (from.has_alpha()) entry.alpha = from.alpha();
+    for (const std::string& part : from.leave_out()) {
+      if (part != "adaln") {
+        return BadRequest(absl::StrCat("stack[", i, "]: only \"adaln\" can be left out, not \"", part, "\""), absl::StrCat("stack[", i, "].leave_out"));
+      }
+      if (entry.leave_out.empty()) entry.leave_out.push_back(part);
+    }
+    switch (from.apply()) {
+      case v1::APPLY_UNSPECIFIED:
+      case v1::APPLY_BYPASS: entry.apply = Apply::kBypass; break;
+      case v1::APPLY_MATERIALIZED: entry.apply = Apply::kMaterialized; break;
+      default: return BadRequest(absl::StrCat("stack[", i, "] has an unknown way to apply"), absl::StrCat("stack[", i, "].apply"));
+    }
+    entries.push_back(std::move(entry));
+  }
+  return entries;
+}
+
+absl::StatusOr<Schedule> ScheduleFromProto(const v1::Sampling& sampling) {
+  if (sampling.start_case() == v1::Sampling::START_NOT_SET || (sampling.has_noise_from_request() && !sampling.noise_from_request())) {
+    return BadRequest("sampling needs a seed or noise_from_request", "sampling.start");
+  }
+  ScheduleSpec spec{.evaluations = sampling.evaluations()};
+  if (sampling.schedule() == v1::SCHEDULE_NORMAL) spec.kind = ScheduleKind::kNormal;
+  if (sampling.has_video_shift()) spec.video_shift = sampling.video_shift();
+  if (sampling.has_audio_shift()) spec.audio_shift = sampling.audio_shift();
+  spec.video_sigmas.assign(sampling.video_sigmas().begin(), sampling.video_sigmas().end());
+  spec.audio_sigmas.assign(sampling.audio_sigmas().begin(), sampling.audio_sigmas().end());
+  return MakeSchedule(spec);
+}
+
+absl::StatusOr<std::pair<float, float>> TimestepsFromProto(const v1::Evaluation& evaluation) {
+  const double video_shift = evaluation.has_video_shift() ? evaluation.video_shift() : kDefaultVideoShift;
+  const double audio_shift = evaluation.has_audio_shift() ? evaluation.audio_shift() : kDefaultAudioShift;
+  for (const double shift : {video_shift, audio_shift}) {
+    if (!std::isfinite(shift) || shift <= 0) return BadRequest(absl::StrCat("shift ", shift, " is not positive"), "evaluation.shift");
+  }
+  double video = 0, audio = 0;
+  switch (evaluation.point_case()) {
+    case v1::Evaluation::kTimesteps:
+      video = evaluation.timesteps().video();
+      audio = evaluation.timesteps().audio();
+      break;
+    case v1::Evaluation::kSigma:
+      // As a sampler's own float32 sigma: t is 1 - sigma in float32.
+      video = 1.0f - static_cast<float>(evaluation.sigma());
+      audio = 1.0f - static_cast<float>(ShiftSigma(UnshiftSigma(evaluation.sigma(), video_shift), audio_shift));
+      break;
+    case v1::Evaluation::kBaseSigma:
+      video = 1.0 - ShiftSigma(evaluation.base_sigma(), video_shift);
+      audio = 1.0 - ShiftSigma(evaluation.base_sigma(), audio_shift);
+      break;
+    case v1::Evaluation::POINT_NOT_SET: return BadRequest("an evaluation needs timesteps, sigma or base_sigma", "evaluation.point");
+  }
+  for (const double t : {video, audio}) {
+    if (!(t >= 0 && t <= 1)) return BadRequest(absl::StrCat("timestep ", t, " is outside 0 .. 1"), "evaluation.point");
+  }
+  return std::pair(static_cast<float>(video), static_cast<float>(audio));
+}
+
+std::vector<HostTensor> ToHostTensors(absl::Span<const v1::TensorSpec> specs, std::vector<std::string> data) {
+  H3_CHECK(specs.size() == data.size());
+  std::vector<HostTensor> tensors;
+  for (size_t i = 0; i < specs.size(); ++i) {
+    tensors.push_back({specs[i].name(), FromProto(specs[i].dtype()), {specs[i].shape().begin(), specs[i].shape().end()}, std::move(data[i])});
+  }
+  return tensors;
+}
+
+v1::TensorSpec SpecOf(const HostTensor& tensor) {
+  H3_CHECK(tensor.dtype == DType::kF32);
+  v1::TensorSpec spec;
+  spec.set_name(tensor.name);
+  spec.set_dtype(v1::DTYPE_F32);
+  for (const int64_t size : tensor.shape) spec.add_shape(size);
+  spec.set_bytes(tensor.data.size());
+  return spec;
+}
+
+v1::Task ToProto(Task task) {
+  switch (task) {
+    case Task::kT2va: return v1::TASK_T2VA;
+    case Task::kFl2va: return v1::TASK_FL2VA;
+    case Task::kRef2va: return v1::TASK_REF2VA;
+  }
+  return v1::TASK_UNSPECIFIED;
+}
+
+v1::Partition ToProto(Partition partition) {
+  switch (partition) {
+    case Partition::kUnknown: return v1::PARTITION_UNSPECIFIED;
+    case Partition::kFl2va: return v1::PARTITION_FL2VA;
+    case Partition::kRef2va: return v1::PARTITION_REF2VA;
+  }
+  return v1::PARTITION_UNSPECIFIED;
+}
+
+Partition FromProto(v1::Partition partition) {
+  return partition == v1::PARTITION_FL2VA ? Partition::kFl2va : partition == v1::PARTITION_REF2VA ? Partition::kRef2va : Partition::kUnknown;
+}
+
+v1::Geometry ToProto(const Geometry& g) {
+  v1::Geometry proto;
+  proto.set_hidden(g.hidden);
+  proto.set_blocks(g.blocks);
+  proto.set_refiner_blocks(g.refiner_blocks);
+  proto.set_heads(g.heads);
+  proto.set_head_dim(g.head_dim);
+  proto.set_ffn(g.ffn);
+  proto.set_video_channels(g.video_channels);
+  proto.set_audio_channels(g.audio_channels);
+  proto.set_text_width(g.text_width);
+  proto.set_time_input(g.time_input);
+  proto.set_time_hidden(g.time_hidden);
+  proto.set_adaln_width(g.adaln_width);
+  proto.set_curve_rows(g.curve_rows);
+  proto.set_rope_frequencies(g.rope_frequencies);
+  return proto;
+}
+
+Geometry FromProto(const v1::Geometry& p) {
+  return {.hidden = p.hidden(),
+          .blocks = p.blocks(),
+          .refiner_blocks = p.refiner_blocks(),
+          .heads = p.heads(),
+          .head_dim = p.head_dim(),
+          .ffn = p.ffn(),
+          .video_channels = p.video_channels(),
+          .audio_channels = p.audio_channels(),
+          .text_width = p.text_width(),
+          .time_input = p.time_input(),
+          .time_hidden = p.time_hidden(),
+          .adaln_width = p.adaln_width(),
+          .curve_rows = p.curve_rows(),
+          .rope_frequencies = p.rope_frequencies()};
+}
+
+v1::ResolvedAdapter ToProto(const ResolvedAdapter& adapter) {
+  v1::ResolvedAdapter proto;
+  proto.set_adapter(adapter.adapter);
+  proto.set_digest(adapter.digest);
+  proto.set_strength(adapter.strength);
+  for (const EffectiveScale& scale : adapter.scales) {
+    v1::EffectiveScale& line = *proto.add_scales();
+    line.set_module_kind(scale.module_kind);
+    line.set_modules(static_cast<uint32_t>(scale.modules));
+    line.set_rank(static_cast<uint32_t>(scale.rank));
+    line.set_alpha(scale.alpha);
+    line.set_scale(scale.scale);
+    line.set_source(scale.source);
+  }
+  proto.set_bytes(static_cast<uint64_t>(adapter.bytes.value()));
+  proto.set_modules(static_cast<uint32_t>(adapter.modules));
+  for (const std::string& name : adapter.left_out) proto.add_left_out(name);
+  for (const std::string& warning : adapter.warnings) proto.add_warnings(warning);
+  return proto;
+}
+
+}  // namespace h3

@@ -1,0 +1,185 @@
+#include "server/rpc/worker_service.h"
+
+#include <grpcpp/alarm.h>
+
+#include <chrono>
+#include <utility>
+
+#include "proto/support/status.h"
+#include "server/base/error.h"
+#include "server/rpc/convert.h"
+
+namespace h3 {
+namespace {
+
+constexpr std::chrono::milliseconds kHeartbeat{1000};
+
+// Sends a snapshot at once and then every heartbeat, until the scheduler hangs up.
+class WatchCall final : public grpc::ServerWriteReactor<v1::WatchResponse> {
+ public:
+  explicit WatchCall(const WorkerService& service) : service_(service) { Write(); }
+
+  void OnWriteDone(bool ok) override {
+    if (!ok || cancelled_.load()) {
+      FinishOnce();
+      return;
+    }
+    alarm_.Set(std::chrono::system_clock::now() + kHeartbeat, [this](bool) {
+      if (cancelled_.load()) {
+        FinishOnce();
+      } else {
+        Write();
+      }
+    });
+  }
+  void OnCancel() override {
+    cancelled_.store(true);
+    alarm_.Cancel();
+  }
+  void OnDone() override { delete this; }
+
+ private:
+  void Write() {
+    *response_.mutable_snapshot() = service_.Snapshot();
+    StartWrite(&response_);
+  }
+  void FinishOnce() {
+    if (!finished_.exchange(true)) Finish(grpc::Status::CANCELLED);
+  }
+
+  const WorkerService& service_;
+  v1::WatchResponse response_;
+  grpc::Alarm alarm_;
+  std::atomic<bool> cancelled_{false};
+  std::atomic<bool> finished_{false};
+};
+
+// Runs `work` on the device thread and finishes the call with what it returns.
+grpc::ServerUnaryReactor* OnDevice(WorkerService& service, grpc::CallbackServerContext* context, std::function<absl::Status()> work) {
+  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+  if (const absl::Status serving = service.CheckServing(); !serving.ok()) {
+    reactor->Finish(ToGrpc(serving));
+    return reactor;
+  }
+  const bool posted = service.device().Post([&service, reactor, work = std::move(work)] {
+    const absl::Status status = work();
+    const absl::Status health = service.CheckHealth();
+    reactor->Finish(ToGrpc(health.ok() ? status : health));
+  });
+  if (!posted) {
+    reactor->Finish(ToGrpc(Refuse(absl::StatusCode::kResourceExhausted, reason::kQueueFull, "the worker's queue is full", {{"retry_seconds", "1"}})));
+  }
+  return reactor;
+}
+
+}  // namespace
+
+grpc::ServerUnaryReactor* WorkerService::LoadAdapter(grpc::CallbackServerContext* context, const v1::WorkerLoadAdapterRequest* request,
+                                                     v1::WorkerLoadAdapterResponse* response) {
+  return OnDevice(*this, context, [this, request, response]() -> absl::Status {
+    const auto resolved = engine_.LoadAdapter(request->name(), request->digest());
+    if (!resolved.ok()) return resolved.status();
+    metrics_.adapter_loads.Increment();
+    *response->mutable_resolved() = ToProto(*resolved);
+    return absl::OkStatus();
+  });
+}
+
+grpc::ServerUnaryReactor* WorkerService::UnloadAdapter(grpc::CallbackServerContext* context, const v1::WorkerUnloadAdapterRequest* request,
+                                                       v1::WorkerUnloadAdapterResponse* response) {
+  return OnDevice(*this, context, [this, request, response]() -> absl::Status {
+    const auto freed = engine_.UnloadAdapter(request->digest());
+    if (!freed.ok()) return freed.status();
+    response->set_freed_bytes(static_cast<uint64_t>(freed->value()));
+    return absl::OkStatus();
+  });
+}
+
+grpc::ServerWriteReactor<v1::WatchResponse>* WorkerService::Watch(grpc::CallbackServerContext*, const v1::WatchRequest*) {
+  return new WatchCall(*this);
+}
+
+grpc::ServerUnaryReactor* WorkerService::GetSnapshot(grpc::CallbackServerContext* context, const v1::GetSnapshotRequest*,
+                                                     v1::GetSnapshotResponse* response) {
+  *response->mutable_snapshot() = Snapshot();
+  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+  reactor->Finish(grpc::Status::OK);
+  return reactor;
+}
+
+absl::Status WorkerService::CheckServing() const {
+  if (const absl::Status health = engine_.Health(); !health.ok()) {
+    return Refuse(absl::StatusCode::kUnavailable, reason::kWorkerLost, health.message());
+  }
+  if (!draining_.load()) return absl::OkStatus();
+  return Refuse(absl::StatusCode::kUnavailable, reason::kDraining, "the worker is draining and takes no new work");
+}
+
+absl::Status WorkerService::CheckHealth() {
+  const absl::Status health = engine_.Health();
+  if (health.ok()) return health;
+  if (!fault_told_.exchange(true) && options_.on_fault) options_.on_fault(health);
+  return Refuse(absl::StatusCode::kUnavailable, reason::kWorkerLost, health.message());
+}
+
+v1::WorkerSnapshot WorkerService::Snapshot() const {
+  v1::WorkerSnapshot snapshot;
+  const ModelInfo& info = engine_.model();
+  v1::Model& model = *snapshot.mutable_model();
+  model.set_base_fingerprint(info.fingerprint);
+  model.set_name(info.name);
+  model.set_container(std::string(ContainerName(info.container)));
+  model.set_pruned(info.geometry.pruned());
+  model.set_partition(ToProto(info.partition));
+  model.set_dtype(info.dtype);
+  model.set_qkv_layout(std::string(QkvLayoutName(info.qkv_layout)));
+  *model.mutable_geometry() = ToProto(info.geometry);
+  model.set_parameters(static_cast<uint64_t>(info.parameters));
+  model.set_weight_bytes(static_cast<uint64_t>(info.weight_bytes.value()));
+  model.set_device(info.device);
+  model.set_grid_width(info.grid_width);
+
+  const MemoryReport report = engine_.Memory();
+  v1::DeviceMemory& memory = *snapshot.mutable_memory();
+  const auto bytes = [](ByteCount count) { return static_cast<uint64_t>(count.value()); };
+  memory.set_device(report.device);
+  memory.set_total_bytes(bytes(report.total));
+  memory.set_free_bytes(bytes(report.free));
+  memory.set_used_bytes(bytes(report.ledger.used));
+  memory.set_headroom_bytes(bytes(report.free));
+  memory.set_peak_bytes(bytes(report.last_request_peak));
+  v1::MemoryOwners& owners = *memory.mutable_owners();
+  owners.set_base_weights(bytes(report.ledger.of(Owner::kBaseWeights)));
+  owners.set_adapters(bytes(report.ledger.of(Owner::kAdapters)));
+  owners.set_materialized(bytes(report.ledger.of(Owner::kMaterialized)));
+  owners.set_caches(bytes(report.ledger.of(Owner::kCaches)));
+  owners.set_activations(bytes(report.ledger.of(Owner::kActivations)));
+  owners.set_workspace(bytes(report.ledger.of(Owner::kWorkspace)));
+  owners.set_staging(bytes(report.ledger.of(Owner::kStaging)));
+  owners.set_runtime_context(bytes(report.ledger.of(Owner::kRuntimeContext)));
+  owners.set_allocator_cache(bytes(report.ledger.of(Owner::kAllocatorCache)));
+  owners.set_unattributed(bytes(report.ledger.of(Owner::kUnattributed)));
+  for (const AdapterResidency& adapter : report.adapters) {
+    v1::AdapterMemory& line = *memory.add_adapters();
+    line.set_name(adapter.name);
+    line.set_digest(adapter.digest);
+    line.set_bytes(bytes(adapter.bytes));
+    line.set_pins(static_cast<uint32_t>(adapter.pins));
+    line.set_tier("device");
+    v1::Adapter& resident = *snapshot.add_resident();
+    resident.set_name(adapter.name);
+    resident.set_digest(adapter.digest);
+    resident.set_bytes(bytes(adapter.bytes));
+    resident.set_resident(true);
+    resident.set_pins(static_cast<uint32_t>(adapter.pins));
+  }
+  memory.set_avoided_resident_bytes(bytes(report.avoided_resident));
+  memory.set_base_fingerprint(info.fingerprint);
+  memory.set_base_mutations(static_cast<uint64_t>(report.base_mutations));
+  snapshot.set_running(static_cast<uint32_t>(running_.load()));
+  snapshot.set_sessions(static_cast<uint32_t>(sessions_.load()));
+  snapshot.set_draining(draining_.load());
+  return snapshot;
+}
+
+}  // namespace h3
