@@ -13,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "server/base/check.h"
 #include "server/base/confined_file.h"
+#include "server/base/error.h"
 #include "server/base/status_macros.h"
 
 namespace h3::ctl {
@@ -82,16 +83,19 @@ absl::Status WriteTo(const std::string& path, absl::Span<const client::Tensor> t
 }  // namespace
 
 absl::Status CheckOutputPath(const std::string& path) {
+  const auto refuse = [&path](absl::StatusCode code, absl::string_view what) {
+    return Refuse(code, "BAD_OUTPUT", absl::StrCat("--output ", path, ": ", what));
+  };
   const fs::path folder = FolderOf(path);
   struct stat info;
   if (stat(folder.c_str(), &info) != 0 || !S_ISDIR(info.st_mode)) {
-    return absl::NotFoundError(absl::StrCat("--output ", path, ": there is no folder ", folder.string(), "; create it first"));
+    return refuse(absl::StatusCode::kNotFound, absl::StrCat("there is no folder ", folder.string(), "; create it first"));
   }
   if (access(folder.c_str(), W_OK | X_OK) != 0) {
-    return absl::PermissionDeniedError(absl::StrCat("--output ", path, ": no permission to write in ", folder.string()));
+    return refuse(absl::StatusCode::kPermissionDenied, absl::StrCat("no permission to write in ", folder.string()));
   }
   if (stat(path.c_str(), &info) == 0 && !S_ISREG(info.st_mode)) {
-    return absl::FailedPreconditionError(absl::StrCat("--output ", path, ": there is something that is not a regular file"));
+    return refuse(absl::StatusCode::kFailedPrecondition, "there is something that is not a regular file");
   }
   return absl::OkStatus();
 }

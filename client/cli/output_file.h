@@ -10,7 +10,7 @@
 namespace h3::ctl {
 
 // Whether `path` can be written, asked before minutes of work: its folder exists and is writable, and the path itself is free
-// or a regular file. NOT_FOUND, PERMISSION_DENIED or FAILED_PRECONDITION. Creates nothing.
+// or a regular file. NOT_FOUND, PERMISSION_DENIED or FAILED_PRECONDITION, with the reason BAD_OUTPUT. Creates nothing.
 absl::Status CheckOutputPath(const std::string& path);
 
 // Replaces `path` at once (temporary file, rename): a reader sees the old file or the whole new one. Tensors stand in the given

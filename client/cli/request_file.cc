@@ -25,6 +25,8 @@
 namespace h3::ctl {
 namespace {
 
+absl::Status NoSuchFile(absl::string_view what) { return Refuse(absl::StatusCode::kNotFound, "NO_SUCH_FILE", what); }
+
 absl::StatusOr<v1::DType> WireType(const TensorInfo& tensor) {
   switch (tensor.dtype) {
     case DType::kF64:
@@ -126,9 +128,8 @@ class RequestFile::Mapping {
   static absl::StatusOr<std::shared_ptr<const Mapping>> Open(const std::string& path) {
     const FileDescriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
     struct stat info;
-    if (file.get() < 0 || fstat(file.get(), &info) != 0)
-      return absl::NotFoundError(absl::StrCat("cannot open: ", strerror(errno)));
-    if (!S_ISREG(info.st_mode)) return absl::NotFoundError("not a regular file");
+    if (file.get() < 0 || fstat(file.get(), &info) != 0) return NoSuchFile(absl::StrCat("cannot open: ", strerror(errno)));
+    if (!S_ISREG(info.st_mode)) return NoSuchFile("not a regular file");
     auto mapping = std::make_shared<Mapping>();
     if (info.st_size == 0) return mapping;
     const auto size = static_cast<size_t>(info.st_size);

@@ -18,7 +18,7 @@ namespace h3::ctl {
 class RequestFile {
  public:
   // Blocks on the disk; reads the header only, tensors are paged in as they are sent.
-  // NOT_FOUND: no such file. INVALID_ARGUMENT: MALFORMED_FILE, BAD_LAYOUT (no or a bad layout), BAD_TENSOR (a type that
+  // NOT_FOUND / NO_SUCH_FILE. INVALID_ARGUMENT: MALFORMED_FILE, BAD_LAYOUT (no or a bad layout), BAD_TENSOR (a type that
   // requests cannot carry). Whether the tensors suit the layout is for the server to say.
   static absl::StatusOr<RequestFile> Open(const std::string& path);
 

@@ -16,7 +16,7 @@
 #include "server/metrics/exposer.h"
 #include "server/metrics/worker_metrics.h"
 #include "server/rpc/worker_service.h"
-#include "server/worker/device_thread.h"
+#include "server/base/serial_executor.h"
 #include "server/worker/engine.h"
 
 namespace h3 {
@@ -69,7 +69,7 @@ MemoryGauges ReadGauges(const Engine& engine) {
 
 int Run(const Flags& flags) {
   if (flags.supervised) LeaveWithParent();
-  DeviceThread device(kDeviceQueue);
+  SerialExecutor device(kDeviceQueue);
   std::unique_ptr<Engine> engine;
   absl::Status loaded;
   {

@@ -6,6 +6,7 @@
 #include <map>
 #include <optional>
 #include <set>
+#include <tuple>
 #include <utility>
 
 #include "absl/strings/ascii.h"
@@ -585,6 +586,20 @@ class Intake {
 absl::StatusOr<AdapterManifest> ReadAdapter(const SafetensorsHeader& header, const TensorReader& read, const Geometry& geometry,
                                             const IntakeOptions& options) {
   return Intake(header, read, geometry, options).Run();
+}
+
+std::vector<EffectiveScale> SummariseScales(const AdapterManifest& manifest, const Geometry& geometry) {
+  const std::vector<Site> sites = Sites(geometry);
+  std::map<std::tuple<std::string, int64_t, double, double, std::string>, int64_t> lines;
+  for (const AdapterTerm& term : manifest.terms) {
+    ++lines[{std::string(SiteKindName(sites[static_cast<size_t>(term.site)].kind)), term.rank, term.alpha, term.scale, term.scale_source}];
+  }
+  std::vector<EffectiveScale> scales;
+  for (const auto& [key, modules] : lines) {
+    const auto& [kind, rank, alpha, scale, source] = key;
+    scales.push_back({kind, modules, rank, alpha, scale, source});
+  }
+  return scales;
 }
 
 }  // namespace h3

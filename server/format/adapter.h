@@ -12,6 +12,7 @@
 #include "absl/status/statusor.h"
 #include "server/format/checkpoint.h"
 #include "server/format/geometry.h"
+#include "server/format/request.h"
 #include "server/format/safetensors.h"
 
 namespace h3 {
@@ -75,7 +76,7 @@ struct NormOffset {
 
 // A complete pruned adapter's modulation: its own curve through full projections. m += f (m_adapter - m_base).
 struct Curve {
-  std::optional<TensorInfo> table;  // adaln_t_table [rows, width]; absent: the base's own.
+  TensorInfo table;                 // adaln_t_table [rows, width]
   std::vector<TensorInfo> weights;  // adaln_proj.linear.weight of each block, then of the final layer: [.., width].
   std::vector<TensorInfo> biases;
 };
@@ -114,5 +115,8 @@ using TensorReader = std::function<absl::StatusOr<std::string>(const TensorInfo&
 // ("tensor"), the shapes ("shape", "expected") and how many are concerned ("count").
 absl::StatusOr<AdapterManifest> ReadAdapter(const SafetensorsHeader& header, const TensorReader& read, const Geometry& geometry,
                                             const IntakeOptions& options = {});
+
+// One line for each (module kind, rank, alpha, source) that occurs among the terms: what users are told of an adapter's scale.
+std::vector<EffectiveScale> SummariseScales(const AdapterManifest& manifest, const Geometry& geometry);
 
 }  // namespace h3

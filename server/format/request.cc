@@ -1,8 +1,11 @@
 #include "server/format/request.h"
 
+#include <algorithm>
 #include <cmath>
+#include <set>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "server/base/error.h"
 #include "server/base/status_macros.h"
 
@@ -47,6 +50,49 @@ absl::Status CheckStack(absl::Span<const StackEntry> stack, int64_t evaluations)
                                          " is not a finite number >= 0"),
                             {{"field", absl::StrCat("stack[", i, "].alpha")}, {"adapter", entry.adapter}});
     }
+  }
+  return absl::OkStatus();
+}
+
+std::vector<RequestTensor> RequestTensorsOf(const Layout& layout, const Geometry& g, bool targets) {
+  std::vector<RequestTensor> tensors = {{"text", {layout.text_tokens, g.text_width}}, {"text_token_tags", {layout.text_tokens}, true}};
+  int64_t videos = 0, audios = 0;
+  const auto video = [&](int64_t frames, int64_t height, int64_t width) {
+    tensors.push_back({absl::StrCat("condition_video.", videos++), {1, g.video_channels, frames, height, width}});
+  };
+  for (size_t i = 0; i < layout.keyframes.size(); ++i) video(1, layout.latent_height, layout.latent_width);
+  for (const Reference& r : layout.references) {
+    if (r.audio_latents > 0) tensors.push_back({absl::StrCat("condition_audio.", audios++), {2 * r.audio_latents, g.audio_channels}});
+    if (r.kind != ReferenceKind::kAudio) video(r.latent_frames, r.latent_height, r.latent_width);
+  }
+  if (targets) {
+    tensors.push_back({"target_video", {1, g.video_channels, layout.latent_frames, layout.latent_height, layout.latent_width}});
+    tensors.push_back({"target_audio_rows", {2 * layout.audio_latents, g.audio_channels}});
+  }
+  return tensors;
+}
+
+absl::Status CheckRequestTensors(absl::Span<const HostTensor> announced, absl::Span<const RequestTensor> expected) {
+  const auto text = [](const std::vector<int64_t>& shape) { return absl::StrCat("[", absl::StrJoin(shape, ", "), "]"); };
+  const auto bad = [](const std::string& name, absl::string_view what, ErrorDetails details = {}) {
+    details["tensor"] = name;
+    return RefuseArgument(reason::kBadTensor, absl::StrCat("tensor ", name, ": ", what), std::move(details));
+  };
+  std::set<std::string> known;
+  for (const RequestTensor& wanted : expected) {
+    known.insert(wanted.name);
+    const auto found = std::find_if(announced.begin(), announced.end(), [&](const HostTensor& t) { return t.name == wanted.name; });
+    if (found == announced.end()) return bad(wanted.name, absl::StrCat("missing; ", text(wanted.shape), " is needed"));
+    if (found->shape != wanted.shape) {
+      return bad(wanted.name, absl::StrCat("has shape ", text(found->shape), ", the layout and the model make it ", text(wanted.shape)),
+                 {{"shape", text(found->shape)}, {"expected", text(wanted.shape)}});
+    }
+    if (wanted.integer ? found->dtype != DType::kI64 : !IsFloat(found->dtype)) {
+      return bad(wanted.name, absl::StrCat("has type ", DTypeName(found->dtype), "; ", wanted.integer ? "I64" : "F32, BF16, F16 or F64", " is needed"));
+    }
+  }
+  for (const HostTensor& tensor : announced) {
+    if (!known.contains(tensor.name)) return bad(tensor.name, "this request has no use for it");
   }
   return absl::OkStatus();
 }

@@ -11,10 +11,12 @@
 #include "absl/types/span.h"
 #include "server/base/bytes.h"
 #include "server/format/dtype.h"
+#include "server/format/geometry.h"
+#include "server/format/layout.h"
 
 namespace h3 {
 
-// A tensor in host memory, row-major, little-endian.
+// A tensor in host memory, row-major, little-endian. Without its data: an announcement.
 struct HostTensor {
   std::string name;
   DType dtype = DType::kF32;
@@ -68,5 +70,18 @@ inline constexpr double kMaxStrength = 100;
 // INVALID_ARGUMENT / BAD_STRENGTH: a strength, factor or bound that is not finite or beyond kMaxStrength, factors for another
 // number of evaluations than `evaluations` (0: any). BAD_SCALE: an alpha that is not finite or negative.
 absl::Status CheckStack(absl::Span<const StackEntry> stack, int64_t evaluations);
+
+// A tensor that a request of some layout must send.
+struct RequestTensor {
+  std::string name;
+  std::vector<int64_t> shape;
+  bool integer = false;  // int64; else F32, BF16, F16 or F64.
+};
+
+// text, text_token_tags and the conditions in packed order; with `targets` also target_video and target_audio_rows.
+std::vector<RequestTensor> RequestTensorsOf(const Layout& layout, const Geometry& geometry, bool targets);
+
+// INVALID_ARGUMENT / BAD_TENSOR: a tensor of `expected` that is missing or has another shape or type, or one that is not expected.
+absl::Status CheckRequestTensors(absl::Span<const HostTensor> announced, absl::Span<const RequestTensor> expected);
 
 }  // namespace h3

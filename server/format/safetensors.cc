@@ -16,7 +16,6 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "server/base/confined_file.h"
 #include "server/base/error.h"
 #include "server/base/status_macros.h"
 
@@ -204,8 +203,13 @@ absl::StatusOr<SafetensorsHeader> ParseSafetensorsHeader(absl::string_view begin
 
 absl::StatusOr<SafetensorsHeader> ReadSafetensorsHeader(const std::string& path) {
   const FileDescriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
+  if (file.get() < 0) return absl::NotFoundError(absl::StrCat("cannot open the file: ", strerror(errno)));
+  return ReadSafetensorsHeader(file);
+}
+
+absl::StatusOr<SafetensorsHeader> ReadSafetensorsHeader(const FileDescriptor& file) {
   struct stat info;
-  if (file.get() < 0 || fstat(file.get(), &info) != 0) return absl::NotFoundError(absl::StrCat("cannot open the file: ", strerror(errno)));
+  if (fstat(file.get(), &info) != 0) return absl::InternalError("cannot stat an open file");
   if (!S_ISREG(info.st_mode)) return absl::NotFoundError("not a regular file");
   uint64_t length = 0;
   if (pread(file.get(), &length, sizeof(length), 0) != sizeof(length)) return Malformed("shorter than 8 bytes");

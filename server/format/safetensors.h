@@ -9,6 +9,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "server/base/confined_file.h"
 #include "server/format/dtype.h"
 
 namespace h3 {
@@ -40,5 +41,6 @@ absl::StatusOr<SafetensorsHeader> ParseSafetensorsHeader(absl::string_view begin
 
 // Opens, reads the header and closes. Blocks on the disk. NOT_FOUND: no such file (or not a regular one).
 absl::StatusOr<SafetensorsHeader> ReadSafetensorsHeader(const std::string& path);
+absl::StatusOr<SafetensorsHeader> ReadSafetensorsHeader(const FileDescriptor& file);
 
 }  // namespace h3

@@ -222,9 +222,7 @@ absl::StatusOr<std::shared_ptr<const ResidentAdapter>> MakeResident(const Reside
     }
     if (manifest.curve.has_value()) {
       ResidentCurve curve;
-      if (manifest.curve->table.has_value()) {
-        H3_ASSIGN_OR_RETURN(curve.table, loader.Copy(*manifest.curve->table, c10::ScalarType::Float));
-      }
+      H3_ASSIGN_OR_RETURN(curve.table, loader.Copy(manifest.curve->table, c10::ScalarType::Float));
       for (const TensorInfo& info : manifest.curve->weights) {
         H3_ASSIGN_OR_RETURN(at::Tensor weight, loader.Copy(info, std::nullopt));
         curve.weights.push_back(std::move(weight));

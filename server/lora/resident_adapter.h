@@ -60,7 +60,7 @@ struct ResidentCurve {
 struct ResidentAdapter {
   std::string name;    // As it was first loaded under; an alias.
   std::string digest;  // Hex SHA-256 of the file.
-  std::vector<ResidentTerm> terms;  // In site order.
+  std::vector<ResidentTerm> terms;  // In site order; the manifest's.
   std::vector<ResidentNormOffset> norm_offsets;
   std::vector<ResidentCurve> curves;  // At most one.
   std::vector<std::string> left_out;

@@ -160,7 +160,7 @@ std::unique_ptr<StackProgram> Stack::MakeProgram(const std::vector<double>& fact
       sum = sum.defined() ? sum.add(lines) : lines;
     }
     for (const ResidentCurve& curve : member.adapter->curves) {
-      program->curves.push_back({curve.table.defined() ? curve.table : model_.tensor("adaln_t_table"), curve.weights, curve.biases, plain});
+      program->curves.push_back({curve.table, curve.weights, curve.biases, plain});
     }
   }
   return program;

@@ -13,7 +13,7 @@
 #include "absl/synchronization/mutex.h"
 #include "h3/v1/worker.grpc.pb.h"
 #include "server/metrics/worker_metrics.h"
-#include "server/worker/device_thread.h"
+#include "server/base/serial_executor.h"
 #include "server/worker/engine.h"
 
 namespace h3 {
@@ -27,7 +27,7 @@ struct WorkerServiceOptions {
 // Thread-safe. The engine and the device thread must outlive it.
 class WorkerService final : public v1::Worker::CallbackService {
  public:
-  WorkerService(Engine& engine, DeviceThread& device, WorkerMetrics& metrics, WorkerServiceOptions options)
+  WorkerService(Engine& engine, SerialExecutor& device, WorkerMetrics& metrics, WorkerServiceOptions options)
       : engine_(engine), device_(device), metrics_(metrics), options_(std::move(options)) {}
 
   grpc::ServerBidiReactor<v1::GenerateRequest, v1::GenerateResponse>* Generate(grpc::CallbackServerContext* context) override;
@@ -49,7 +49,7 @@ class WorkerService final : public v1::Worker::CallbackService {
 
   // For its streams.
   Engine& engine() { return engine_; }
-  DeviceThread& device() { return device_; }
+  SerialExecutor& device() { return device_; }
   WorkerMetrics& metrics() { return metrics_; }
   const WorkerServiceOptions& options() const { return options_; }
   absl::Status CheckServing() const;
@@ -60,7 +60,7 @@ class WorkerService final : public v1::Worker::CallbackService {
 
  private:
   Engine& engine_;
-  DeviceThread& device_;
+  SerialExecutor& device_;
   WorkerMetrics& metrics_;
   const WorkerServiceOptions options_;
   std::atomic<bool> draining_{false};

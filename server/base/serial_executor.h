@@ -1,6 +1,8 @@
-// The one thread that owns the device. Work is given to it as tasks; its queue refuses instead of growing.
+// One thread that runs tasks one after the other: the thread that owns a device, or the one that reads files. Its queue refuses
+// instead of growing.
 #pragma once
 
+#include <cstddef>
 #include <deque>
 #include <functional>
 #include <thread>
@@ -10,14 +12,14 @@
 
 namespace h3 {
 
-class DeviceThread {
+class SerialExecutor {
  public:
   // `capacity`: tasks that may wait.
-  explicit DeviceThread(size_t capacity);
+  explicit SerialExecutor(size_t capacity);
   // Runs what is queued, then joins.
-  ~DeviceThread();
-  DeviceThread(const DeviceThread&) = delete;
-  DeviceThread& operator=(const DeviceThread&) = delete;
+  ~SerialExecutor();
+  SerialExecutor(const SerialExecutor&) = delete;
+  SerialExecutor& operator=(const SerialExecutor&) = delete;
 
   // Thread-safe; never blocks. False when the queue is full or the thread is ending.
   bool Post(std::function<void()> task) ABSL_LOCKS_EXCLUDED(mu_);

@@ -1,0 +1,150 @@
+// A bidirectional stream on the client side, tamed like StreamCall: one read at a time, one write at a time. What a scheduler
+// relays to a worker goes through it.
+#pragma once
+
+#include <grpcpp/grpcpp.h>
+
+#include <deque>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
+
+namespace h3 {
+
+// Owns itself from Begin until OnEnd has been called.
+template <typename Request, typename Response>
+class ClientStream : public grpc::ClientBidiReactor<Request, Response>, public std::enable_shared_from_this<ClientStream<Request, Response>> {
+ public:
+  using Source = std::function<bool(Request&)>;
+
+  // After the stub's async method was called with this reactor: starts the call and the first read.
+  void Begin() {
+    self_ = this->shared_from_this();
+    this->AddHold();  // Operations start outside of reactions; given back when the reads have ended.
+    this->StartRead(&response_);
+    this->StartCall();
+  }
+  grpc::ClientContext* context() { return &context_; }
+
+  // Thread-safe, in order.
+  void SendAll(Source source) ABSL_LOCKS_EXCLUDED(mu_) {
+    {
+      absl::MutexLock lock(&mu_);
+      sources_.push_back(std::move(source));
+    }
+    Pump();
+  }
+  void Send(Request message) {
+    auto once = std::make_shared<std::optional<Request>>(std::move(message));
+    SendAll([once](Request& out) {
+      if (!once->has_value()) return false;
+      out = std::move(**once);
+      once->reset();
+      return true;
+    });
+  }
+  // Nothing more will be sent.
+  void HalfClose() ABSL_LOCKS_EXCLUDED(mu_) {
+    {
+      absl::MutexLock lock(&mu_);
+      half_close_ = true;
+    }
+    Pump();
+  }
+  // Asks for the next message; once after each OnMessage.
+  void ReadMore() { this->StartRead(&response_); }
+  // Thread-safe. OnEnd follows.
+  void Cancel() { context_.TryCancel(); }
+
+ protected:
+  // Must not block. Call ReadMore then or later: also after Cancel, or the call never ends.
+  virtual void OnMessage(Response& response) = 0;
+  // Everything that was to be sent has been sent.
+  virtual void OnDrained() {}
+  virtual void OnEnd(const grpc::Status& status) = 0;
+
+ private:
+  void OnReadDone(bool ok) final {
+    if (ok) {
+      OnMessage(response_);
+      return;
+    }
+    {
+      absl::MutexLock lock(&mu_);
+      ended_ = true;
+      if (starting_) return;  // Pump gives the hold back.
+    }
+    this->RemoveHold();
+  }
+  void OnWriteDone(bool ok) final {
+    {
+      absl::MutexLock lock(&mu_);
+      writing_ = false;
+      if (!ok) sources_.clear();
+    }
+    Pump();
+  }
+  void OnDone(const grpc::Status& status) final {
+    OnEnd(status);
+    self_.reset();
+  }
+
+  // Writes what is next. Decides under the lock, acts without it.
+  void Pump() ABSL_LOCKS_EXCLUDED(mu_) {
+    enum { kWrite, kHalfClose, kDrained } action = kDrained;
+    {
+      absl::MutexLock lock(&mu_);
+      if (writing_ || starting_ || ended_ || half_closed_) return;
+      while (!sources_.empty()) {
+        request_.Clear();
+        if (sources_.front()(request_)) {
+          action = kWrite;
+          break;
+        }
+        sources_.pop_front();
+      }
+      if (action == kWrite) {
+        writing_ = starting_ = true;
+      } else if (half_close_) {
+        action = kHalfClose;
+        half_closed_ = starting_ = true;
+      }
+    }
+    if (action == kDrained) return OnDrained();
+    if (action == kWrite) {
+      this->StartWrite(&request_);
+    } else {
+      this->StartWritesDone();
+    }
+    bool release = false, again = false;
+    {
+      absl::MutexLock lock(&mu_);
+      starting_ = false;
+      release = ended_;
+      again = !writing_;
+    }
+    if (release) {
+      this->RemoveHold();
+    } else if (again) {
+      Pump();
+    }
+  }
+
+  grpc::ClientContext context_;
+  std::shared_ptr<ClientStream> self_;
+  Request request_;
+  Response response_;
+  absl::Mutex mu_;
+  std::deque<Source> sources_ ABSL_GUARDED_BY(mu_);
+  bool writing_ ABSL_GUARDED_BY(mu_) = false;
+  bool starting_ ABSL_GUARDED_BY(mu_) = false;  // An operation is being started: the hold must stay.
+  bool ended_ ABSL_GUARDED_BY(mu_) = false;     // The reads have ended.
+  bool half_close_ ABSL_GUARDED_BY(mu_) = false;
+  bool half_closed_ ABSL_GUARDED_BY(mu_) = false;
+};
+
+}  // namespace h3

@@ -1,0 +1,129 @@
+#include "server/scheduler/dispatcher.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "server/base/error.h"
+
+namespace h3 {
+
+absl::Status Dispatcher::Submit(PendingRequest request) {
+  absl::MutexLock lock(&mu_);
+  if (QueuedLocked() >= capacity_) {
+    double seconds = 1;
+    for (const auto& [id, running] : running_) seconds = std::max(seconds, running.work * seconds_per_work_);
+    return Refuse(absl::StatusCode::kResourceExhausted, reason::kQueueFull,
+                  absl::StrCat("the queue is full (", capacity_, " requests wait); try again later"),
+                  {{"retry_seconds", absl::StrCat(static_cast<int64_t>(seconds) + 1)}, {"capacity", absl::StrCat(capacity_)}});
+  }
+  queues_[static_cast<size_t>(request.priority)].push_back(std::move(request));
+  return absl::OkStatus();
+}
+
+std::vector<Assignment> Dispatcher::Dispatch() {
+  absl::MutexLock lock(&mu_);
+  std::vector<Assignment> assignments;
+  for (std::deque<PendingRequest>& queue : queues_) {
+    for (auto request = queue.begin(); request != queue.end();) {
+      const auto worker = std::find_if(workers_.begin(), workers_.end(), [&](const auto& entry) {
+        return !entry.second.running.has_value() && entry.second.fingerprint == request->fingerprint;
+      });
+      if (worker == workers_.end()) {
+        ++request;
+        continue;
+      }
+      worker->second.running = request->id;
+      assignments.push_back({request->id, worker->first});
+      running_.emplace(request->id, std::move(*request));
+      request = queue.erase(request);
+    }
+  }
+  return assignments;
+}
+
+bool Dispatcher::Remove(RequestId id) {
+  absl::MutexLock lock(&mu_);
+  for (std::deque<PendingRequest>& queue : queues_) {
+    const auto found = std::find_if(queue.begin(), queue.end(), [&](const PendingRequest& r) { return r.id == id; });
+    if (found == queue.end()) continue;
+    queue.erase(found);
+    return true;
+  }
+  return false;
+}
+
+void Dispatcher::Finished(RequestId id, std::optional<double> seconds) {
+  constexpr double kWeight = 0.3;  // Of the newest sample: follows a change of load within a few requests.
+  absl::MutexLock lock(&mu_);
+  const auto request = running_.find(id);
+  if (request == running_.end()) return;
+  if (seconds.has_value() && request->second.work > 0) {
+    const double sample = *seconds / request->second.work;
+    seconds_per_work_ = seconds_per_work_ == 0 ? sample : (1 - kWeight) * seconds_per_work_ + kWeight * sample;
+  }
+  running_.erase(request);
+  for (auto& [name, worker] : workers_) {
+    if (worker.running == id) worker.running.reset();
+  }
+}
+
+void Dispatcher::WorkerReady(const WorkerId& worker, const std::string& fingerprint) {
+  absl::MutexLock lock(&mu_);
+  workers_[worker].fingerprint = fingerprint;
+}
+
+void Dispatcher::WorkerGone(const WorkerId& worker) {
+  absl::MutexLock lock(&mu_);
+  workers_.erase(worker);
+}
+
+std::vector<Dispatcher::Place> Dispatcher::Places() const {
+  absl::MutexLock lock(&mu_);
+  return PlacesLocked();
+}
+
+std::optional<Dispatcher::Place> Dispatcher::PlaceOf(RequestId id) const {
+  absl::MutexLock lock(&mu_);
+  for (const Place& place : PlacesLocked()) {
+    if (place.id == id) return place;
+  }
+  return std::nullopt;
+}
+
+std::vector<Dispatcher::Place> Dispatcher::PlacesLocked() const {
+  std::vector<Place> places;
+  double before = 0;
+  for (const auto& [id, running] : running_) before += running.work;
+  const double workers = std::max<double>(1, static_cast<double>(workers_.size()));
+  for (const std::deque<PendingRequest>& queue : queues_) {
+    for (const PendingRequest& request : queue) {
+      before += request.work;
+      places.push_back({request.id, static_cast<uint32_t>(places.size()), before * seconds_per_work_ / workers});
+    }
+  }
+  return places;
+}
+
+size_t Dispatcher::queued(PriorityClass priority) const {
+  absl::MutexLock lock(&mu_);
+  return queues_[static_cast<size_t>(priority)].size();
+}
+
+size_t Dispatcher::queued() const {
+  absl::MutexLock lock(&mu_);
+  return QueuedLocked();
+}
+
+size_t Dispatcher::QueuedLocked() const {
+  size_t total = 0;
+  for (const auto& queue : queues_) total += queue.size();
+  return total;
+}
+
+size_t Dispatcher::running() const {
+  absl::MutexLock lock(&mu_);
+  return running_.size();
+}
+
+}  // namespace h3
