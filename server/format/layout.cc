@@ -210,6 +210,19 @@ Task TaskOf(const Layout& layout) {
   return layout.keyframes.empty() ? Task::kT2va : Task::kFl2va;
 }
 
+double PackedRows(const Layout& layout) {
+  const auto video_rows = [](int64_t frames, int64_t height, int64_t width) {
+    return static_cast<double>(frames) * static_cast<double>(height) * static_cast<double>(width) / 4;
+  };
+  double rows = static_cast<double>(layout.text_tokens) + 2.0 * static_cast<double>(layout.audio_latents) +
+                video_rows(layout.latent_frames, layout.latent_height, layout.latent_width) +
+                static_cast<double>(layout.keyframes.size()) * video_rows(1, layout.latent_height, layout.latent_width);
+  for (const Reference& r : layout.references) {
+    rows += video_rows(r.latent_frames, r.latent_height, r.latent_width) + 2.0 * static_cast<double>(r.audio_latents);
+  }
+  return rows;
+}
+
 absl::Status CheckLayout(const Layout& layout, int64_t max_rows) {
   if (!layout.keyframes.empty() && !layout.references.empty()) return BadLayout("keyframes and references exclude each other");
   if (layout.keyframes.size() > 2 || (layout.keyframes.size() == 2 && layout.keyframes[0] == layout.keyframes[1])) {
@@ -218,13 +231,6 @@ absl::Status CheckLayout(const Layout& layout, int64_t max_rows) {
   if (layout.text_tokens < 1) return BadLayout(absl::StrCat(layout.text_tokens, " text tokens; at least 1 is needed"));
   if (layout.audio_latents < 1) return BadLayout(absl::StrCat(layout.audio_latents, " audio latents; at least 1 is needed"));
   H3_RETURN_IF_ERROR(CheckVideoSize("the target", layout.latent_frames, layout.latent_height, layout.latent_width));
-  // In float64, so that no product of strangers' numbers overflows.
-  const auto video_rows = [](int64_t frames, int64_t height, int64_t width) {
-    return static_cast<double>(frames) * static_cast<double>(height) * static_cast<double>(width) / 4;
-  };
-  double rows = static_cast<double>(layout.text_tokens) + 2.0 * static_cast<double>(layout.audio_latents) +
-                video_rows(layout.latent_frames, layout.latent_height, layout.latent_width) +
-                static_cast<double>(layout.keyframes.size()) * video_rows(1, layout.latent_height, layout.latent_width);
   for (size_t i = 0; i < layout.references.size(); ++i) {
     const Reference& r = layout.references[i];
     const std::string what = absl::StrCat("references[", i, "]");
@@ -238,10 +244,9 @@ absl::Status CheckLayout(const Layout& layout, int64_t max_rows) {
       if (r.latent_frames != 0 || r.latent_height != 0 || r.latent_width != 0) return BadLayout(absl::StrCat(what, " is a sound: no frames"));
     } else {
       H3_RETURN_IF_ERROR(CheckVideoSize(what, r.latent_frames, r.latent_height, r.latent_width));
-      rows += video_rows(r.latent_frames, r.latent_height, r.latent_width);
     }
-    rows += 2.0 * static_cast<double>(r.audio_latents);
   }
+  const double rows = PackedRows(layout);
   if (rows > static_cast<double>(max_rows)) {
     return BadLayout(absl::StrCat("makes ", rows, " packed rows; at most ", max_rows, " are possible"));
   }

@@ -42,6 +42,9 @@ struct Layout {
 
 Task TaskOf(const Layout& layout);
 
+// Rows of the packed sequence, computed in float64: no numbers of a stranger overflow it.
+double PackedRows(const Layout& layout);
+
 // INVALID_ARGUMENT / BAD_LAYOUT: keyframes with references, a keyframe twice, sizes that are not positive or odd in space, counts
 // whose packed rows exceed `max_rows`.
 absl::Status CheckLayout(const Layout& layout, int64_t max_rows);

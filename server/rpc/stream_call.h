@@ -86,6 +86,8 @@ class StreamCall : public grpc::ServerBidiReactor<Request, Response>, public std
   virtual void OnHalfClose() = 0;
   // The client is gone, or its deadline has passed: stop. The call is closed already.
   virtual void OnGone(const absl::Status& why) = 0;
+  // Everything that was sent has been written.
+  virtual void OnDrained() {}
   // The call is over, whatever its end. Last of all.
   virtual void OnEnd() {}
 
@@ -126,6 +128,7 @@ class StreamCall : public grpc::ServerBidiReactor<Request, Response>, public std
   // reactions on this very thread.
   void Pump() ABSL_LOCKS_EXCLUDED(mu_) {
     std::optional<absl::Status> finish;
+    bool drained = false;
     {
       absl::MutexLock lock(&mu_);
       if (writing_ || finished_) return;
@@ -138,12 +141,17 @@ class StreamCall : public grpc::ServerBidiReactor<Request, Response>, public std
         sources_.pop_front();
       }
       if (!writing_) {
-        if (!close_.has_value() || starting_read_) return;  // No operation may begin after Finish.
-        finished_ = true;
-        finish = *close_;
+        if (starting_read_) return;  // No operation may begin after Finish.
+        drained = !close_.has_value();
+        if (!drained) {
+          finished_ = true;
+          finish = *close_;
+        }
       }
     }
-    if (finish.has_value()) {
+    if (drained) {
+      OnDrained();
+    } else if (finish.has_value()) {
       this->Finish(ToGrpc(*finish));
     } else {
       this->StartWrite(&response_);

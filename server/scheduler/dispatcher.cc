@@ -17,26 +17,36 @@ absl::Status Dispatcher::Submit(PendingRequest request) {
                   absl::StrCat("the queue is full (", capacity_, " requests wait); try again later"),
                   {{"retry_seconds", absl::StrCat(static_cast<int64_t>(seconds) + 1)}, {"capacity", absl::StrCat(capacity_)}});
   }
-  queues_[static_cast<size_t>(request.priority)].push_back(std::move(request));
+  queues_[static_cast<size_t>(request.priority)].push_back({std::move(request)});
   return absl::OkStatus();
+}
+
+void Dispatcher::Release(RequestId id) {
+  absl::MutexLock lock(&mu_);
+  for (std::deque<Waiting>& queue : queues_) {
+    for (Waiting& waiting : queue) {
+      if (waiting.request.id == id) waiting.held = false;
+    }
+  }
 }
 
 std::vector<Assignment> Dispatcher::Dispatch() {
   absl::MutexLock lock(&mu_);
   std::vector<Assignment> assignments;
-  for (std::deque<PendingRequest>& queue : queues_) {
-    for (auto request = queue.begin(); request != queue.end();) {
+  for (std::deque<Waiting>& queue : queues_) {
+    for (auto waiting = queue.begin(); waiting != queue.end();) {
+      PendingRequest& request = waiting->request;
       const auto worker = std::find_if(workers_.begin(), workers_.end(), [&](const auto& entry) {
-        return !entry.second.running.has_value() && entry.second.fingerprint == request->fingerprint;
+        return !entry.second.running.has_value() && entry.second.fingerprint == request.fingerprint;
       });
-      if (worker == workers_.end()) {
-        ++request;
+      if (waiting->held || worker == workers_.end()) {
+        ++waiting;
         continue;
       }
-      worker->second.running = request->id;
-      assignments.push_back({request->id, worker->first});
-      running_.emplace(request->id, std::move(*request));
-      request = queue.erase(request);
+      worker->second.running = request.id;
+      assignments.push_back({request.id, worker->first});
+      running_.emplace(request.id, std::move(request));
+      waiting = queue.erase(waiting);
     }
   }
   return assignments;
@@ -44,8 +54,8 @@ std::vector<Assignment> Dispatcher::Dispatch() {
 
 bool Dispatcher::Remove(RequestId id) {
   absl::MutexLock lock(&mu_);
-  for (std::deque<PendingRequest>& queue : queues_) {
-    const auto found = std::find_if(queue.begin(), queue.end(), [&](const PendingRequest& r) { return r.id == id; });
+  for (std::deque<Waiting>& queue : queues_) {
+    const auto found = std::find_if(queue.begin(), queue.end(), [&](const Waiting& w) { return w.request.id == id; });
     if (found == queue.end()) continue;
     queue.erase(found);
     return true;
@@ -96,10 +106,10 @@ std::vector<Dispatcher::Place> Dispatcher::PlacesLocked() const {
   double before = 0;
   for (const auto& [id, running] : running_) before += running.work;
   const double workers = std::max<double>(1, static_cast<double>(workers_.size()));
-  for (const std::deque<PendingRequest>& queue : queues_) {
-    for (const PendingRequest& request : queue) {
-      before += request.work;
-      places.push_back({request.id, static_cast<uint32_t>(places.size()), before * seconds_per_work_ / workers});
+  for (const std::deque<Waiting>& queue : queues_) {
+    for (const Waiting& waiting : queue) {
+      before += waiting.request.work;
+      places.push_back({waiting.request.id, static_cast<uint32_t>(places.size()), before * seconds_per_work_ / workers});
     }
   }
   return places;

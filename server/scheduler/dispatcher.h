@@ -40,9 +40,11 @@ class Dispatcher {
  public:
   explicit Dispatcher(size_t capacity) : capacity_(capacity) {}
 
-  // RESOURCE_EXHAUSTED / QUEUE_FULL with retry_seconds. Otherwise the request waits; Dispatch says whether it may run at once.
+  // RESOURCE_EXHAUSTED / QUEUE_FULL with retry_seconds. Otherwise the request has its place, but does not start before Release: the
+  // caller first tells its client.
   absl::Status Submit(PendingRequest request) ABSL_LOCKS_EXCLUDED(mu_);
-  // What can start now. Call after Submit, WorkerReady and Finished.
+  void Release(RequestId id) ABSL_LOCKS_EXCLUDED(mu_);
+  // What can start now. Call after Release, WorkerReady and Finished.
   std::vector<Assignment> Dispatch() ABSL_LOCKS_EXCLUDED(mu_);
   // Takes a waiting request out; false when it does not wait (any more).
   bool Remove(RequestId id) ABSL_LOCKS_EXCLUDED(mu_);
@@ -68,6 +70,10 @@ class Dispatcher {
   size_t capacity() const { return capacity_; }
 
  private:
+  struct Waiting {
+    PendingRequest request;
+    bool held = true;  // Until Release.
+  };
   struct Worker {
     std::string fingerprint;
     std::optional<RequestId> running;
@@ -78,7 +84,7 @@ class Dispatcher {
 
   const size_t capacity_;
   mutable absl::Mutex mu_;
-  std::deque<PendingRequest> queues_[kPriorityClasses] ABSL_GUARDED_BY(mu_);
+  std::deque<Waiting> queues_[kPriorityClasses] ABSL_GUARDED_BY(mu_);
   std::map<WorkerId, Worker> workers_ ABSL_GUARDED_BY(mu_);
   std::map<RequestId, PendingRequest> running_ ABSL_GUARDED_BY(mu_);
   double seconds_per_work_ ABSL_GUARDED_BY(mu_) = 0;  // Moving average over completed requests.

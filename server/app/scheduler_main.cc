@@ -1,0 +1,187 @@
+// h3-scheduler: the public endpoint. Wiring only.
+#include <spdlog/spdlog.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <chrono>
+#include <filesystem>
+#include <optional>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/strip.h"
+#include "absl/synchronization/notification.h"
+#include "absl/time/clock.h"
+#include "server/app/model_flags.h"
+#include "server/app/process.h"
+#include "server/metrics/exposer.h"
+#include "server/rpc/scheduler_core.h"
+#include "server/rpc/scheduler_services.h"
+#include "server/scheduler/worker_process.h"
+
+namespace h3 {
+namespace {
+
+namespace fs = std::filesystem;
+
+const std::vector<std::string> kServices = {"h3.v1.Generation", "h3.v1.Adapters", "h3.v1.Operations"};
+
+struct Flags {
+  std::string listen = "127.0.0.1:50051";
+  std::string metrics = "127.0.0.1:9464";
+  std::string worker_metrics = "127.0.0.1:0";
+  std::string worker_binary;
+  std::vector<std::string> workers;
+  ModelFlags model;
+  SchedulerOptions options;
+  std::string max_request = "1GiB";
+  double session_idle_seconds = 300;
+};
+
+// A folder for the sockets of local workers that only we can enter; removed at the end.
+class SocketFolder {
+ public:
+  SocketFolder() {
+    std::string path = (fs::temp_directory_path() / "h3-scheduler-XXXXXX").string();
+    if (mkdtemp(path.data()) != nullptr) path_ = path;
+  }
+  ~SocketFolder() {
+    std::error_code ignored;
+    if (!path_.empty()) fs::remove_all(path_, ignored);
+  }
+  const std::string& path() const { return path_; }
+
+ private:
+  std::string path_;
+};
+
+std::string BesideUs(const std::string& program) {
+  std::error_code error;
+  return (fs::read_symlink("/proc/self/exe", error).parent_path() / program).string();
+}
+
+// "grpc=A metrics=B" -> A or B.
+std::string ReadyField(absl::string_view ready, absl::string_view field) {
+  for (absl::string_view part : absl::StrSplit(ready, ' ')) {
+    if (absl::ConsumePrefix(&part, field)) return std::string(part);
+  }
+  return "";
+}
+
+int Run(const Flags& flags) {
+  auto exposer = MetricsExposer::Create(flags.metrics);
+  if (!exposer.ok()) {
+    spdlog::error(std::string(exposer.status().message()));
+    return 1;
+  }
+  SchedulerMetrics metrics((*exposer)->registry());
+  // gRPC's own threads may still speak to these while the process ends: they live as long as it does.
+  auto& core = *new SchedulerCore(flags.options, metrics);
+  auto& generation = *new GenerationService(core);
+  auto& adapters = *new AdaptersService(core);
+  auto& operations = *new OperationsService(core);
+  (*exposer)->Add(std::make_shared<QueueCollector>([&core] {
+    QueueGauges gauges;
+    gauges.queued = {static_cast<double>(core.dispatcher().queued(PriorityClass::kHigh)), static_cast<double>(core.dispatcher().queued(PriorityClass::kNormal)),
+                     static_cast<double>(core.dispatcher().queued(PriorityClass::kLow))};
+    gauges.capacity = static_cast<double>(core.dispatcher().capacity());
+    gauges.running = static_cast<double>(core.dispatcher().running());
+    gauges.sessions = static_cast<double>(core.sessions());
+    for (const auto& worker : core.workers()) gauges.workers_ready += worker->state() == v1::WORKER_STATE_READY;
+    return gauges;
+  }));
+
+  auto listening = Listen(flags.listen, {&generation, &adapters, &operations});
+  if (!listening.ok()) {
+    spdlog::error(std::string(listening.status().message()));
+    return 1;
+  }
+  grpc::Server& server = *listening->server;
+  SetReady(server, kServices, false);
+
+  const SocketFolder sockets;
+  std::optional<WorkerProcess> local;
+  absl::Notification first_ready, leave;
+  std::atomic<bool> ready_told{false};
+  if (!flags.model.model.empty()) {
+    const std::string socket = absl::StrCat("unix:", sockets.path(), "/worker-0.sock");
+    const std::shared_ptr<WorkerLink> link = core.AddWorker("local-0");
+    std::vector<std::string> arguments = {"--supervised", "--listen", socket, "--metrics", flags.worker_metrics, "--adapters", flags.options.adapters};
+    for (std::string& argument : flags.model.Arguments(flags.model.device)) arguments.push_back(std::move(argument));
+    local.emplace(WorkerProcessOptions{
+        .binary = flags.worker_binary.empty() ? BesideUs("h3-worker") : flags.worker_binary,
+        .arguments = arguments,
+        .on_ready =
+            [link, &metrics](const std::string& ready) {
+              spdlog::info("worker local-0 serves, metrics at {}", ReadyField(ready, "metrics="));
+              link->Connect(ReadyField(ready, "grpc="));
+            },
+        .on_lost =
+            [link, &metrics](const std::string& how, int restarts, absl::Duration delay) {
+              spdlog::error(absl::StrCat("worker local-0 ", how, "; restart ", restarts + 1, " in ", absl::FormatDuration(delay)));
+              link->Disconnect(how);
+              link->CountRestart();
+              metrics.worker_restarts.Increment();
+            }});
+  }
+  for (const std::string& address : flags.workers) core.AddWorker(address)->Connect(address);
+
+  OnStopSignal([&] {
+    SetReady(server, kServices, false);
+    core.Drain();
+    while (core.Active() > 0) absl::SleepFor(absl::Milliseconds(20));
+    leave.Notify();
+  });
+
+  // Readiness follows the workers.
+  bool ready = false;
+  while (!leave.WaitForNotificationWithTimeout(absl::Milliseconds(50))) {
+    const bool now = core.AnyReady() && !core.draining();
+    if (now == ready) continue;
+    ready = now;
+    if (!core.draining()) SetReady(server, kServices, ready);
+    if (ready && !ready_told.exchange(true)) PrintReady(listening->address, (*exposer)->address());
+  }
+  server.Shutdown(std::chrono::system_clock::now() + std::chrono::seconds(5));
+  for (const auto& worker : core.workers()) worker->Disconnect("the scheduler ends");
+  local.reset();
+  spdlog::info("drained");
+  return 0;
+}
+
+}  // namespace
+}  // namespace h3
+
+int main(int argc, char** argv) {
+  h3::BlockStopSignals();
+  h3::SetUpLogging("h3-scheduler");
+  h3::Flags flags;
+  CLI::App app("Serves MiniMax-H3 over gRPC: queues requests, routes them to workers, shows where every byte of device memory is. With --model it starts "
+               "and watches a worker on this machine; with --worker it uses workers elsewhere.");
+  app.add_option("--listen", flags.listen, "Where clients find it: HOST:PORT (port 0: a free one) or unix:PATH")->capture_default_str();
+  app.add_option("--metrics", flags.metrics, "HOST:PORT of /metrics for Prometheus")->capture_default_str();
+  app.add_option("--adapters", flags.options.adapters, "Directory of adapters; a name is a path below it without .safetensors")->capture_default_str();
+  app.add_option("--worker", flags.workers, "HOST:PORT of an h3-worker elsewhere; may be given several times")->group("Workers");
+  app.add_option("--worker-metrics", flags.worker_metrics, "HOST:PORT of the local worker's /metrics")->capture_default_str()->group("Workers");
+  app.add_option("--worker-binary", flags.worker_binary, "The h3-worker to start; default: the one beside this program")->group("Workers");
+  app.add_option("--queue-capacity", flags.options.queue_capacity, "Requests that may wait; more are refused with QUEUE_FULL")->check(CLI::Range(1, 100000))
+      ->capture_default_str()->group("Limits");
+  app.add_option("--max-request", flags.max_request, "Bytes of tensors that one request may bring")->capture_default_str()->group("Limits")
+      ->check([](const std::string& text) { return h3::ParseBytes(text).ok() ? "" : "not a number of bytes such as 1GiB: " + text; });
+  app.add_option("--max-sessions", flags.options.max_sessions_per_worker, "Evaluate sessions per worker")->check(CLI::Range(1, 10000))->capture_default_str()->group("Limits");
+  app.add_option("--session-idle", flags.session_idle_seconds, "Seconds after which an idle session is closed")->check(CLI::Range(0.1, 86400.0))
+      ->capture_default_str()->group("Limits");
+  flags.model.AddTo(app, false);
+  app.footer("Prints `ready grpc=HOST:PORT metrics=HOST:PORT` when the first worker serves. SIGTERM drains, a second one exits at once.\n"
+             "Example: h3-scheduler --model h3-pruned.safetensors --adapters loras");
+  CLI11_PARSE(app, argc, argv);
+  if (flags.model.model.empty() == flags.workers.empty()) {
+    std::fprintf(stderr, "give either --model PATH (a worker on this machine) or --worker HOST:PORT\n");
+    return 2;
+  }
+  flags.options.max_request_bytes = h3::ParseBytes(flags.max_request)->value();
+  flags.options.session_idle = absl::Seconds(flags.session_idle_seconds);
+  return h3::Run(flags);
+}

@@ -1,0 +1,232 @@
+// Evaluate of a scheduler: a session on one worker, relayed message by message in both directions.
+#include <grpcpp/alarm.h>
+
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "absl/time/clock.h"
+#include "server/rpc/client_stream.h"
+#include "server/rpc/relay.h"
+#include "server/rpc/scheduler_services.h"
+#include "server/rpc/stream_call.h"
+
+namespace h3 {
+namespace {
+
+class EvaluateRelay;
+
+// The call to the worker.
+class WorkerEvaluate final : public ClientStream<v1::EvaluateRequest, v1::EvaluateResponse> {
+ public:
+  WorkerEvaluate(std::shared_ptr<EvaluateRelay> relay, std::string worker) : relay_(std::move(relay)), worker_(std::move(worker)) {}
+
+ private:
+  void OnMessage(v1::EvaluateResponse& response) override;
+  void OnDrained() override;
+  void OnEnd(const grpc::Status& status) override;
+
+  const std::shared_ptr<EvaluateRelay> relay_;
+  const std::string worker_;
+};
+
+class EvaluateRelay final : public StreamCall<v1::EvaluateRequest, v1::EvaluateResponse> {
+ public:
+  EvaluateRelay(SchedulerCore& core, grpc::CallbackServerContext* context) : StreamCall(context), core_(core) {}
+
+  void OnWorkerMessage(v1::EvaluateResponse& response) {
+    {
+      absl::MutexLock lock(&relay_mu_);
+      worker_waits_ = true;
+      last_activity_ = absl::Now();
+    }
+    // Ours went out when the session was opened; and nobody hears what comes after the end.
+    if (response.has_accepted() || Gone()) return ReadMoreFromWorker();
+    Send(std::move(response));
+  }
+  // What the client said last has been passed on: it may say more.
+  void OnWorkerDrained() {
+    {
+      absl::MutexLock lock(&relay_mu_);
+      if (!client_waits_) return;
+      client_waits_ = false;
+    }
+    ReadMore();
+  }
+  void OnWorkerEnd(const absl::Status& status) {
+    {
+      absl::MutexLock lock(&relay_mu_);
+      stream_ = nullptr;
+    }
+    if (worker_ != nullptr) core_.CloseSession(*worker_);
+    Close(status);
+  }
+
+ private:
+  void OnMessage(v1::EvaluateRequest& request) override {
+    if (request.has_header()) {
+      if (const absl::Status status = Open(request); !status.ok()) Refused(status);
+      return;
+    }
+    std::shared_ptr<WorkerEvaluate> stream;
+    {
+      absl::MutexLock lock(&relay_mu_);
+      stream = stream_;
+      client_waits_ = true;
+      last_activity_ = absl::Now();
+    }
+    if (stream == nullptr) return Refused(RefuseArgument(reason::kBadRequest, "a session begins with its header"));
+    if (request.has_evaluation()) {
+      if (const absl::Status status = CheckTensorSpecs(request.evaluation().tensors(), core_.options().max_request_bytes); !status.ok()) {
+        stream->Cancel();
+        return Refused(status);
+      }
+    }
+    stream->Send(std::move(request));
+  }
+  void OnHalfClose() override {
+    std::shared_ptr<WorkerEvaluate> stream;
+    {
+      absl::MutexLock lock(&relay_mu_);
+      stream = stream_;
+    }
+    if (stream == nullptr) return Refused(RefuseArgument(reason::kBadRequest, "the call ended before its session was open"));
+    stream->HalfClose();
+  }
+  void OnGone(const absl::Status&) override { Leave(); }
+  void OnDrained() override { ReadMoreFromWorker(); }
+  void OnEnd() override {
+    absl::MutexLock lock(&relay_mu_);
+    idle_alarm_ = nullptr;
+  }
+
+  absl::Status Open(v1::EvaluateRequest& request) {
+    if (opened_) return RefuseArgument(reason::kBadRequest, "a second header");
+    opened_ = true;
+    header_ = std::move(*request.mutable_header());
+    H3_ASSIGN_OR_RETURN(request_, CheckRequest(core_, header_, false, 0));
+    auto self = std::static_pointer_cast<EvaluateRelay>(shared_from_this());
+    core_.ResolveStack(request_.stack, request_.base.facts, [self](absl::StatusOr<std::vector<ResolvedAdapter>> resolved) { self->OnResolved(std::move(resolved)); });
+    return absl::OkStatus();
+  }
+
+  // On the file thread.
+  void OnResolved(absl::StatusOr<std::vector<ResolvedAdapter>> resolved) {
+    if (!resolved.ok()) return Refused(resolved.status());
+    PinStack(core_, *resolved, header_);
+    auto worker = core_.OpenSession(request_.base.fingerprint);
+    if (!worker.ok()) return Refused(worker.status());
+    worker_ = *worker;
+    const std::shared_ptr<v1::Worker::Stub> stub = worker_->stub();
+    auto stream = std::make_shared<WorkerEvaluate>(std::static_pointer_cast<EvaluateRelay>(shared_from_this()), worker_->name());
+    bool start = false;
+    {
+      absl::MutexLock lock(&relay_mu_);
+      start = !gone_ && stub != nullptr;
+      if (start) stream_ = stream;
+      client_waits_ = true;
+      last_activity_ = absl::Now();
+    }
+    if (!start) {
+      core_.CloseSession(*worker_);
+      return Refused(Refuse(absl::StatusCode::kUnavailable, reason::kWorkerLost, "the worker was lost before the session was open", {{"retry_seconds", "1"}}));
+    }
+    v1::EvaluateResponse response;
+    v1::Accepted& accepted = *response.mutable_accepted();
+    accepted.set_request_id(header_.request_id().empty() ? absl::StrCat("s", core_.NextId()) : header_.request_id());
+    DescribeBase(request_, *resolved, accepted);
+    Send(std::move(response));
+    stub->async()->Evaluate(stream->context(), stream.get());
+    v1::EvaluateRequest header;
+    *header.mutable_header() = std::move(header_);
+    stream->Send(std::move(header));
+    stream->Begin();
+    WatchIdle(core_.options().session_idle);
+  }
+
+  void ReadMoreFromWorker() {
+    std::shared_ptr<WorkerEvaluate> stream;
+    {
+      absl::MutexLock lock(&relay_mu_);
+      if (!worker_waits_) return;
+      worker_waits_ = false;
+      stream = stream_;
+    }
+    if (stream != nullptr) stream->ReadMore();
+  }
+
+  // Ends the session of a client that says nothing for too long: it holds memory that others may need.
+  void WatchIdle(absl::Duration wait) {
+    auto alarm = std::make_shared<grpc::Alarm>();
+    {
+      absl::MutexLock lock(&relay_mu_);
+      if (gone_ || stream_ == nullptr) return;
+      idle_alarm_ = alarm;
+    }
+    std::weak_ptr<EvaluateRelay> weak = std::static_pointer_cast<EvaluateRelay>(shared_from_this());
+    alarm->Set(absl::ToChronoTime(absl::Now() + wait), [weak](bool ok) {
+      const std::shared_ptr<EvaluateRelay> self = weak.lock();
+      if (!ok || self == nullptr) return;
+      absl::Duration left;
+      {
+        absl::MutexLock lock(&self->relay_mu_);
+        left = self->last_activity_ + self->core_.options().session_idle - absl::Now();
+      }
+      if (left > absl::ZeroDuration()) return self->WatchIdle(left);
+      self->Close(Refuse(absl::StatusCode::kDeadlineExceeded, "SESSION_IDLE",
+                         absl::StrCat("the session was idle for ", absl::FormatDuration(self->core_.options().session_idle), " and is closed; open a new one")));
+      self->Leave();
+    });
+  }
+
+  void Leave() {
+    std::shared_ptr<WorkerEvaluate> stream;
+    {
+      absl::MutexLock lock(&relay_mu_);
+      gone_ = true;
+      stream = stream_;
+    }
+    if (stream == nullptr) return;
+    stream->Cancel();
+    ReadMoreFromWorker();
+  }
+
+  bool Gone() {
+    absl::MutexLock lock(&relay_mu_);
+    return gone_;
+  }
+
+  void Refused(const absl::Status& status) {
+    core_.metrics().CountRejection(ReasonOf(status));
+    Close(status);
+    Leave();
+  }
+
+  SchedulerCore& core_;
+  v1::EvaluateHeader header_;
+  CheckedRequest request_;
+  std::shared_ptr<WorkerLink> worker_;
+  bool opened_ = false;
+
+  absl::Mutex relay_mu_;
+  std::shared_ptr<WorkerEvaluate> stream_ ABSL_GUARDED_BY(relay_mu_);
+  std::shared_ptr<grpc::Alarm> idle_alarm_ ABSL_GUARDED_BY(relay_mu_);
+  absl::Time last_activity_ ABSL_GUARDED_BY(relay_mu_);
+  bool worker_waits_ ABSL_GUARDED_BY(relay_mu_) = false;  // For us to read its next message.
+  bool client_waits_ ABSL_GUARDED_BY(relay_mu_) = false;
+  bool gone_ ABSL_GUARDED_BY(relay_mu_) = false;
+};
+
+void WorkerEvaluate::OnMessage(v1::EvaluateResponse& response) { relay_->OnWorkerMessage(response); }
+void WorkerEvaluate::OnDrained() { relay_->OnWorkerDrained(); }
+void WorkerEvaluate::OnEnd(const grpc::Status& status) { relay_->OnWorkerEnd(FromWorker(status, worker_)); }
+
+}  // namespace
+
+grpc::ServerBidiReactor<v1::EvaluateRequest, v1::EvaluateResponse>* GenerationService::Evaluate(grpc::CallbackServerContext* context) {
+  auto relay = std::make_shared<EvaluateRelay>(core_, context);
+  relay->Start();
+  return relay.get();
+}
+
+}  // namespace h3

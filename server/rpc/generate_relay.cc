@@ -1,0 +1,262 @@
+// Generate of a scheduler: check, resolve, receive, queue, relay.
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "absl/time/clock.h"
+#include "server/rpc/client_stream.h"
+#include "server/rpc/relay.h"
+#include "server/rpc/scheduler_services.h"
+#include "server/rpc/stream_call.h"
+
+namespace h3 {
+namespace {
+
+constexpr size_t kMaxRequestId = 128;
+
+PriorityClass ToPriority(v1::Priority priority) {
+  return priority == v1::PRIORITY_HIGH ? PriorityClass::kHigh : priority == v1::PRIORITY_LOW ? PriorityClass::kLow : PriorityClass::kNormal;
+}
+
+class GenerateRelay;
+
+// The call to the worker.
+class WorkerGenerate final : public ClientStream<v1::GenerateRequest, v1::GenerateResponse> {
+ public:
+  WorkerGenerate(std::shared_ptr<GenerateRelay> relay, std::string worker) : relay_(std::move(relay)), worker_(std::move(worker)) {}
+  const std::string& worker() const { return worker_; }
+
+ private:
+  void OnMessage(v1::GenerateResponse& response) override;
+  void OnEnd(const grpc::Status& status) override;
+
+  const std::shared_ptr<GenerateRelay> relay_;
+  const std::string worker_;
+};
+
+class GenerateRelay final : public StreamCall<v1::GenerateRequest, v1::GenerateResponse>, public Ticket {
+ public:
+  GenerateRelay(SchedulerCore& core, grpc::CallbackServerContext* context) : StreamCall(context), core_(core), start_(absl::Now()) {}
+
+  // From the worker: passed on one by one; the next is read when this one is written.
+  void OnWorkerMessage(v1::GenerateResponse& response) {
+    {
+      absl::MutexLock lock(&relay_mu_);
+      want_more_ = true;
+    }
+    if (response.has_accepted()) return ReadMoreFromWorker();  // Ours went out when the request was queued.
+    if (response.has_completed()) {
+      run_seconds_ = response.completed().prepare_seconds() + response.completed().denoise_seconds();
+      response.mutable_completed()->set_queued_seconds(absl::ToDoubleSeconds(assigned_at_ - queued_at_));
+      response.mutable_completed()->set_worker(worker_name_);
+    }
+    if (Gone()) return ReadMoreFromWorker();
+    Send(std::move(response));
+  }
+  void OnWorkerEnd(const absl::Status& status) {
+    core_.Finish(id_, status.ok() ? run_seconds_ : std::nullopt);
+    {
+      absl::MutexLock lock(&relay_mu_);
+      stream_ = nullptr;
+    }
+    End(status);
+  }
+
+  // Ticket.
+  void OnPlace(const Dispatcher::Place& place) override {
+    v1::GenerateResponse response;
+    v1::Progress& progress = *response.mutable_progress();
+    progress.set_phase(v1::PHASE_QUEUED);
+    progress.set_queue_position(place.position);
+    progress.set_steps(static_cast<uint32_t>(schedule_.evaluations()));
+    progress.set_eta_seconds(place.eta_seconds);
+    {
+      absl::MutexLock lock(&relay_mu_);
+      if (last_position_ == place.position) return;
+      last_position_ = place.position;
+    }
+    Send(std::move(response));
+  }
+  bool OnAssigned(std::shared_ptr<WorkerLink> worker) override {
+    assigned_at_ = absl::Now();
+    core_.metrics().queue_wait_seconds.Observe(absl::ToDoubleSeconds(assigned_at_ - queued_at_));
+    const std::shared_ptr<v1::Worker::Stub> stub = worker == nullptr ? nullptr : worker->stub();
+    auto self = std::static_pointer_cast<GenerateRelay>(shared_from_this());
+    auto stream = std::make_shared<WorkerGenerate>(self, worker == nullptr ? "" : worker->name());
+    {
+      absl::MutexLock lock(&relay_mu_);
+      if (!gone_ && stub != nullptr) stream_ = stream;
+      worker_name_ = stream->worker();
+    }
+    if (!Running()) {
+      End(Refuse(absl::StatusCode::kUnavailable, reason::kWorkerLost, "the worker was lost before the request started; send it again", {{"retry_seconds", "1"}}));
+      return false;
+    }
+    stream->context()->set_deadline(context()->deadline());
+    stub->async()->Generate(stream->context(), stream.get());
+    v1::GenerateRequest header;
+    *header.mutable_header() = std::move(header_);
+    stream->Send(std::move(header));
+    SendChunks(*stream);
+    stream->HalfClose();
+    stream->Begin();
+    return true;
+  }
+
+ private:
+  void OnMessage(v1::GenerateRequest& request) override {
+    const absl::Status status = Take(request);
+    if (!status.ok()) Refused(status);
+  }
+  void OnHalfClose() override {
+    if (!assembler_.has_value()) return Refused(RefuseArgument(reason::kBadRequest, "the call ended before its header"));
+    if (!submitted_) Refused(assembler_->CheckComplete());
+  }
+  void OnGone(const absl::Status& why) override {
+    std::shared_ptr<WorkerGenerate> stream;
+    {
+      absl::MutexLock lock(&relay_mu_);
+      gone_ = true;
+      stream = stream_;
+    }
+    core_.metrics().CountCancellation(why.code() == absl::StatusCode::kDeadlineExceeded ? "deadline" : "client");
+    if (stream != nullptr) {
+      stream->Cancel();
+      ReadMoreFromWorker();
+    } else if (id_ != 0) {
+      core_.Withdraw(id_);
+    }
+    End(why);
+  }
+  void OnDrained() override { ReadMoreFromWorker(); }
+
+  // After a message was passed on, or when nobody waits for it any more: the worker's stream must be read to its end.
+  void ReadMoreFromWorker() {
+    std::shared_ptr<WorkerGenerate> stream;
+    {
+      absl::MutexLock lock(&relay_mu_);
+      if (!want_more_) return;
+      want_more_ = false;
+      stream = stream_;
+    }
+    if (stream != nullptr) stream->ReadMore();
+  }
+
+  bool Gone() {
+    absl::MutexLock lock(&relay_mu_);
+    return gone_;
+  }
+  bool Running() {
+    absl::MutexLock lock(&relay_mu_);
+    return stream_ != nullptr;
+  }
+
+  absl::Status Take(v1::GenerateRequest& request) {
+    if (request.has_header()) {
+      if (assembler_.has_value()) return RefuseArgument(reason::kBadRequest, "a second header");
+      header_ = std::move(*request.mutable_header());
+      H3_ASSIGN_OR_RETURN(schedule_, ScheduleFromProto(header_.sampling()));
+      H3_ASSIGN_OR_RETURN(request_, CheckRequest(core_, header_, header_.sampling().has_noise_from_request(), schedule_.evaluations()));
+      if (header_.request_id().size() > kMaxRequestId) return RefuseArgument(reason::kBadRequest, "request_id is longer than 128 characters", {{"field", "request_id"}});
+      assembler_.emplace(header_.tensors());
+      auto self = std::static_pointer_cast<GenerateRelay>(shared_from_this());
+      core_.ResolveStack(request_.stack, request_.base.facts, [self](absl::StatusOr<std::vector<ResolvedAdapter>> resolved) { self->OnResolved(std::move(resolved)); });
+      return absl::OkStatus();
+    }
+    if (!request.has_chunk()) return RefuseArgument(reason::kBadRequest, "an empty message");
+    if (!assembler_.has_value()) return RefuseArgument(reason::kBadRequest, "a chunk before the header");
+    H3_RETURN_IF_ERROR(assembler_->Add(request.chunk()));
+    if (assembler_->complete()) return Submit();
+    ReadMore();
+    return absl::OkStatus();
+  }
+
+  // On the file thread.
+  void OnResolved(absl::StatusOr<std::vector<ResolvedAdapter>> resolved) {
+    if (!resolved.ok()) return Refused(resolved.status());
+    resolved_ = std::move(*resolved);
+    PinStack(core_, resolved_, header_);
+    if (assembler_->complete()) {
+      if (const absl::Status status = Submit(); !status.ok()) Refused(status);
+      return;
+    }
+    ReadMore();
+  }
+
+  absl::Status Submit() {
+    submitted_ = true;
+    queued_at_ = absl::Now();
+    id_ = core_.NextId();
+    if (header_.request_id().empty()) header_.set_request_id(absl::StrCat("r", id_));
+    v1::GenerateResponse response;
+    v1::Accepted& accepted = *response.mutable_accepted();
+    accepted.set_request_id(header_.request_id());
+    DescribeBase(request_, resolved_, accepted);
+    for (const float sigma : schedule_.video) accepted.add_video_sigmas(sigma);
+    for (const float sigma : schedule_.audio) accepted.add_audio_sigmas(sigma);
+    data_ = assembler_->Take();
+    const double work = PackedRows(request_.layout) * static_cast<double>(schedule_.evaluations());
+    accepted.set_queue_position(static_cast<uint32_t>(core_.dispatcher().queued()));
+    auto self = std::static_pointer_cast<GenerateRelay>(shared_from_this());
+    return core_.Submit({id_, ToPriority(header_.priority()), request_.base.fingerprint, work}, self, [&] { Send(std::move(response)); });
+  }
+
+  void SendChunks(WorkerGenerate& stream) {
+    std::vector<absl::string_view> views(data_.begin(), data_.end());
+    auto reader = std::make_shared<ChunkReader>(std::move(views));
+    auto self = shared_from_this();  // Keeps the bytes.
+    stream.SendAll([self, reader](v1::GenerateRequest& request) { return reader->Next(*request.mutable_chunk()); });
+  }
+
+  void Refused(const absl::Status& status) {
+    if (status.ok()) return;
+    core_.metrics().CountRejection(ReasonOf(status));
+    End(status);
+  }
+
+  void End(const absl::Status& status) {
+    {
+      absl::MutexLock lock(&relay_mu_);
+      if (counted_) return;
+      counted_ = true;
+    }
+    const std::string task(TaskName(request_.task));
+    core_.metrics().CountRequest(task, std::string(CodeName(status.code())));
+    if (status.ok()) core_.metrics().ObserveDuration(task, absl::ToDoubleSeconds(absl::Now() - start_));
+    Close(status);
+  }
+
+  SchedulerCore& core_;
+  const absl::Time start_;
+  v1::GenerateHeader header_;
+  Schedule schedule_;
+  CheckedRequest request_;
+  std::optional<TensorAssembler> assembler_;
+  std::vector<ResolvedAdapter> resolved_;
+  std::vector<std::string> data_;
+  bool submitted_ = false;
+  RequestId id_ = 0;
+  absl::Time queued_at_, assigned_at_;
+  std::optional<double> run_seconds_;
+  std::string worker_name_;
+
+  absl::Mutex relay_mu_;
+  std::shared_ptr<WorkerGenerate> stream_ ABSL_GUARDED_BY(relay_mu_);
+  bool gone_ ABSL_GUARDED_BY(relay_mu_) = false;
+  bool want_more_ ABSL_GUARDED_BY(relay_mu_) = false;
+  bool counted_ ABSL_GUARDED_BY(relay_mu_) = false;
+  uint32_t last_position_ ABSL_GUARDED_BY(relay_mu_) = UINT32_MAX;
+};
+
+void WorkerGenerate::OnMessage(v1::GenerateResponse& response) { relay_->OnWorkerMessage(response); }
+void WorkerGenerate::OnEnd(const grpc::Status& status) { relay_->OnWorkerEnd(FromWorker(status, worker_)); }
+
+}  // namespace
+
+grpc::ServerBidiReactor<v1::GenerateRequest, v1::GenerateResponse>* GenerationService::Generate(grpc::CallbackServerContext* context) {
+  auto relay = std::make_shared<GenerateRelay>(core_, context);
+  relay->Start();
+  return relay.get();
+}
+
+}  // namespace h3

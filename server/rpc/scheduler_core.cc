@@ -1,0 +1,211 @@
+#include "server/rpc/scheduler_core.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "server/base/error.h"
+#include "server/base/status_macros.h"
+#include "server/rpc/convert.h"
+
+namespace h3 {
+namespace {
+
+constexpr size_t kFileQueue = 1024;
+
+absl::Status NoWorker(absl::string_view what) {
+  return Refuse(absl::StatusCode::kUnavailable, reason::kWorkerLost, what, {{"retry_seconds", "1"}});
+}
+
+}  // namespace
+
+SchedulerCore::SchedulerCore(SchedulerOptions options, SchedulerMetrics& metrics)
+    : options_(std::move(options)), metrics_(metrics), registry_(options_.adapters), dispatcher_(options_.queue_capacity), files_(kFileQueue) {}
+
+std::shared_ptr<WorkerLink> SchedulerCore::AddWorker(const std::string& name) {
+  auto link = std::make_shared<WorkerLink>(name, [this](WorkerLink& worker) { OnWorkerChange(worker); });
+  absl::MutexLock lock(&mu_);
+  workers_[name] = link;
+  return link;
+}
+
+std::vector<std::shared_ptr<WorkerLink>> SchedulerCore::workers() const {
+  absl::MutexLock lock(&mu_);
+  std::vector<std::shared_ptr<WorkerLink>> links;
+  for (const auto& [name, link] : workers_) links.push_back(link);
+  return links;
+}
+
+bool SchedulerCore::AnyReady() const {
+  for (const auto& link : workers()) {
+    if (link->state() == v1::WORKER_STATE_READY) return true;
+  }
+  return false;
+}
+
+absl::StatusOr<ChosenBase> SchedulerCore::ChooseBase(Task task, const std::string& model) const {
+  std::vector<std::string> known;
+  std::optional<absl::Status> mismatch;
+  for (const auto& link : workers()) {
+    const auto snapshot = link->snapshot();
+    if (!snapshot.has_value()) continue;
+    const v1::Model& base = snapshot->model();
+    known.push_back(absl::StrCat(base.name(), " (", base.base_fingerprint().substr(0, 12), ")"));
+    if (!model.empty() && model != base.base_fingerprint() && model != base.name()) continue;
+    const Partition partition = FromProto(base.partition());
+    if (absl::Status served = CheckPartition(task, partition); !served.ok()) {
+      mismatch = std::move(served);
+      continue;
+    }
+    return ChosenBase{base.base_fingerprint(), {FromProto(base.geometry()), partition, base.grid_width()}};
+  }
+  if (known.empty()) return NoWorker("no worker is ready yet; it is loading its model, or cannot: see `h3ctl status`");
+  if (mismatch.has_value()) return *mismatch;
+  return Refuse(absl::StatusCode::kFailedPrecondition, reason::kBaseMismatch,
+                absl::StrCat("no base ", model, " is served; there is ", absl::StrJoin(known, ", ")), {{"model", model}});
+}
+
+void SchedulerCore::ResolveStack(std::vector<StackEntry> stack, BaseFacts base,
+                                 std::function<void(absl::StatusOr<std::vector<ResolvedAdapter>>)> done) {
+  // A stack without adapters needs no disk.
+  if (stack.empty()) {
+    done(std::vector<ResolvedAdapter>());
+    return;
+  }
+  auto shared = std::make_shared<decltype(done)>(std::move(done));
+  const bool posted = files_.Post([this, stack = std::move(stack), base = std::move(base), shared] {
+    std::vector<ResolvedAdapter> resolved;
+    for (size_t i = 0; i < stack.size(); ++i) {
+      auto one = registry_.Resolve(stack[i], i, base);
+      if (!one.ok()) return (*shared)(one.status());
+      resolved.push_back(std::move(*one));
+    }
+    (*shared)(std::move(resolved));
+  });
+  if (!posted) {
+    (*shared)(Refuse(absl::StatusCode::kResourceExhausted, reason::kQueueFull, "too many requests wait for the adapters directory", {{"retry_seconds", "1"}}));
+  }
+}
+
+absl::Status SchedulerCore::Submit(PendingRequest request, std::shared_ptr<Ticket> ticket, const std::function<void()>& accepted) {
+  const RequestId id = request.id;
+  H3_RETURN_IF_ERROR(dispatcher_.Submit(std::move(request)));
+  {
+    absl::MutexLock lock(&mu_);
+    tickets_[id] = std::move(ticket);
+  }
+  accepted();
+  dispatcher_.Release(id);
+  Pump();
+  return absl::OkStatus();
+}
+
+bool SchedulerCore::Withdraw(RequestId id) {
+  if (!dispatcher_.Remove(id)) return false;
+  {
+    absl::MutexLock lock(&mu_);
+    tickets_.erase(id);
+  }
+  Pump();
+  return true;
+}
+
+void SchedulerCore::Finish(RequestId id, std::optional<double> seconds) {
+  dispatcher_.Finished(id, seconds);
+  Pump();
+}
+
+void SchedulerCore::Pump() {
+  {
+    absl::MutexLock lock(&mu_);
+    pump_again_ = true;
+    if (pumping_) return;
+    pumping_ = true;
+  }
+  for (;;) {
+    {
+      absl::MutexLock lock(&mu_);
+      if (!pump_again_) {
+        pumping_ = false;
+        return;
+      }
+      pump_again_ = false;
+    }
+    PumpOnce();
+  }
+}
+
+void SchedulerCore::PumpOnce() {
+  for (const Assignment& assignment : dispatcher_.Dispatch()) {
+    std::shared_ptr<Ticket> ticket;
+    std::shared_ptr<WorkerLink> worker;
+    {
+      absl::MutexLock lock(&mu_);
+      if (const auto found = tickets_.find(assignment.request); found != tickets_.end()) {
+        ticket = std::move(found->second);
+        tickets_.erase(found);
+      }
+      if (const auto found = workers_.find(assignment.worker); found != workers_.end()) worker = found->second;
+    }
+    if (ticket == nullptr || !ticket->OnAssigned(std::move(worker))) Finish(assignment.request, std::nullopt);
+  }
+  for (const Dispatcher::Place& place : dispatcher_.Places()) {
+    std::shared_ptr<Ticket> ticket;
+    {
+      absl::MutexLock lock(&mu_);
+      if (const auto found = tickets_.find(place.id); found != tickets_.end()) ticket = found->second;
+    }
+    if (ticket != nullptr) ticket->OnPlace(place);
+  }
+}
+
+absl::StatusOr<std::shared_ptr<WorkerLink>> SchedulerCore::OpenSession(const std::string& fingerprint) {
+  std::shared_ptr<WorkerLink> best;
+  bool any = false;
+  const std::vector<std::shared_ptr<WorkerLink>> links = workers();
+  absl::MutexLock lock(&mu_);
+  for (const auto& link : links) {
+    const auto snapshot = link->snapshot();
+    if (link->state() != v1::WORKER_STATE_READY || snapshot->model().base_fingerprint() != fingerprint) continue;
+    any = true;
+    if (sessions_[link->name()] >= options_.max_sessions_per_worker) continue;
+    if (best == nullptr || sessions_[link->name()] < sessions_[best->name()]) best = link;
+  }
+  if (!any) return NoWorker("no worker of this base is ready; try again");
+  if (best == nullptr) {
+    return Refuse(absl::StatusCode::kResourceExhausted, reason::kQueueFull,
+                  absl::StrCat("every worker holds ", options_.max_sessions_per_worker, " sessions; close one or try later"), {{"retry_seconds", "5"}});
+  }
+  ++sessions_[best->name()];
+  return best;
+}
+
+void SchedulerCore::CloseSession(const WorkerLink& worker) {
+  absl::MutexLock lock(&mu_);
+  --sessions_[worker.name()];
+}
+
+absl::Status SchedulerCore::CheckServing() const {
+  if (!draining_.load()) return absl::OkStatus();
+  return Refuse(absl::StatusCode::kUnavailable, reason::kDraining, "the server is draining and takes no new work; try another one", {{"retry_seconds", "5"}});
+}
+
+size_t SchedulerCore::sessions() const {
+  absl::MutexLock lock(&mu_);
+  size_t total = 0;
+  for (const auto& [name, count] : sessions_) total += static_cast<size_t>(count);
+  return total;
+}
+
+size_t SchedulerCore::Active() const { return dispatcher_.queued() + dispatcher_.running() + sessions(); }
+
+void SchedulerCore::OnWorkerChange(WorkerLink& worker) {
+  if (worker.state() == v1::WORKER_STATE_READY) {
+    dispatcher_.WorkerReady(worker.name(), worker.snapshot()->model().base_fingerprint());
+    Pump();
+  } else {
+    dispatcher_.WorkerGone(worker.name());
+  }
+}
+
+}  // namespace h3

@@ -1,0 +1,116 @@
+// What the scheduler's services share: workers, queue, registry, metrics. Joins the pure decisions with the wire.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "server/base/serial_executor.h"
+#include "server/format/layout.h"
+#include "server/format/request.h"
+#include "server/metrics/scheduler_metrics.h"
+#include "server/registry/adapter_registry.h"
+#include "server/rpc/worker_link.h"
+#include "server/scheduler/dispatcher.h"
+
+namespace h3 {
+
+struct SchedulerOptions {
+  std::string adapters = ".";
+  size_t queue_capacity = 64;
+  int64_t max_request_bytes = int64_t{1} << 30;
+  int max_sessions_per_worker = 8;
+  absl::Duration session_idle = absl::Minutes(5);
+};
+
+// A request that waits for a worker. Called on any thread, without locks held.
+class Ticket {
+ public:
+  virtual ~Ticket() = default;
+  virtual void OnPlace(const Dispatcher::Place& place) = 0;
+  // False when it cannot start there; then it is over.
+  virtual bool OnAssigned(std::shared_ptr<WorkerLink> worker) = 0;
+};
+
+// The base that a request goes to.
+struct ChosenBase {
+  std::string fingerprint;
+  BaseFacts facts;
+};
+
+// Thread-safe; nothing in it blocks.
+class SchedulerCore {
+ public:
+  SchedulerCore(SchedulerOptions options, SchedulerMetrics& metrics);
+
+  // Workers.
+  std::shared_ptr<WorkerLink> AddWorker(const std::string& name) ABSL_LOCKS_EXCLUDED(mu_);
+  std::vector<std::shared_ptr<WorkerLink>> workers() const ABSL_LOCKS_EXCLUDED(mu_);
+  bool AnyReady() const;
+
+  // The base that serves `task`, or the one of that fingerprint or name. UNAVAILABLE / WORKER_LOST: no worker has ever been ready;
+  // FAILED_PRECONDITION / BASE_MISMATCH: none of the bases there are, with the list.
+  absl::StatusOr<ChosenBase> ChooseBase(Task task, const std::string& model) const;
+
+  // Resolves a stack on the file thread; `done` runs there. RESOURCE_EXHAUSTED / QUEUE_FULL when too many wait for the disk.
+  void ResolveStack(std::vector<StackEntry> stack, BaseFacts base, std::function<void(absl::StatusOr<std::vector<ResolvedAdapter>>)> done);
+
+  // Queue. `accepted` runs once the request has its place and before its ticket hears anything; then the ticket is told its
+  // place until it is assigned; Finish gives the worker back.
+  absl::Status Submit(PendingRequest request, std::shared_ptr<Ticket> ticket, const std::function<void()>& accepted) ABSL_LOCKS_EXCLUDED(mu_);
+  // True when it waited and will never be assigned.
+  bool Withdraw(RequestId id) ABSL_LOCKS_EXCLUDED(mu_);
+  void Finish(RequestId id, std::optional<double> seconds) ABSL_LOCKS_EXCLUDED(mu_);
+  RequestId NextId() { return next_id_.fetch_add(1) + 1; }
+
+  // A ready worker of that base with room for one more session, counted until CloseSession. UNAVAILABLE / WORKER_LOST or
+  // RESOURCE_EXHAUSTED / QUEUE_FULL.
+  absl::StatusOr<std::shared_ptr<WorkerLink>> OpenSession(const std::string& fingerprint) ABSL_LOCKS_EXCLUDED(mu_);
+  void CloseSession(const WorkerLink& worker) ABSL_LOCKS_EXCLUDED(mu_);
+
+  void Drain() { draining_.store(true); }
+  bool draining() const { return draining_.load(); }
+  // UNAVAILABLE / DRAINING.
+  absl::Status CheckServing() const;
+  // Requests that wait or run, and sessions.
+  size_t Active() const ABSL_LOCKS_EXCLUDED(mu_);
+  size_t sessions() const ABSL_LOCKS_EXCLUDED(mu_);
+
+  const SchedulerOptions& options() const { return options_; }
+  SchedulerMetrics& metrics() { return metrics_; }
+  AdapterRegistry& registry() { return registry_; }
+  Dispatcher& dispatcher() { return dispatcher_; }
+  // For file work of the services. False when too much waits.
+  bool PostFileWork(std::function<void()> work) { return files_.Post(std::move(work)); }
+
+ private:
+  void OnWorkerChange(WorkerLink& worker) ABSL_LOCKS_EXCLUDED(mu_);
+  // Starts what can start and tells the others their places: one thread at a time, no lock held while tickets are called (gRPC
+  // may run reactions on this very thread).
+  void Pump() ABSL_LOCKS_EXCLUDED(mu_);
+  void PumpOnce() ABSL_LOCKS_EXCLUDED(mu_);
+
+  const SchedulerOptions options_;
+  SchedulerMetrics& metrics_;
+  AdapterRegistry registry_;
+  Dispatcher dispatcher_;
+  std::atomic<RequestId> next_id_{0};
+  std::atomic<bool> draining_{false};
+  mutable absl::Mutex mu_;
+  bool pumping_ ABSL_GUARDED_BY(mu_) = false;
+  bool pump_again_ ABSL_GUARDED_BY(mu_) = false;
+  std::map<WorkerId, std::shared_ptr<WorkerLink>> workers_ ABSL_GUARDED_BY(mu_);
+  std::map<RequestId, std::shared_ptr<Ticket>> tickets_ ABSL_GUARDED_BY(mu_);
+  std::map<WorkerId, int> sessions_ ABSL_GUARDED_BY(mu_);
+  SerialExecutor files_;  // Last: its tasks use the rest.
+};
+
+}  // namespace h3

@@ -1,0 +1,184 @@
+#include "server/rpc/worker_link.h"
+
+#include <chrono>
+#include <utility>
+
+namespace h3 {
+namespace {
+
+constexpr std::chrono::milliseconds kRetry{500};
+constexpr std::chrono::seconds kRefreshDeadline{1};
+
+// A stopped worker is noticed within two seconds, a killed one at once.
+std::shared_ptr<grpc::Channel> MakeChannel(const std::string& address) {
+  grpc::ChannelArguments arguments;
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, 1000);
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 1000);
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
+  arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
+  arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 500);
+  arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 100);
+  arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+  arguments.SetMaxReceiveMessageSize(8 << 20);
+  return grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(), arguments);
+}
+
+}  // namespace
+
+// The Watch stream of one connection.
+class WorkerLink::Watcher final : public grpc::ClientReadReactor<v1::WatchResponse> {
+ public:
+  Watcher(std::shared_ptr<WorkerLink> link, int generation) : link_(std::move(link)), generation_(generation) {}
+
+  void Begin(v1::Worker::Stub& stub, std::shared_ptr<Watcher> self) {
+    self_ = std::move(self);
+    stub.async()->Watch(&context_, &request_, this);
+    StartRead(&response_);
+    StartCall();
+  }
+  void Cancel() { context_.TryCancel(); }
+
+ private:
+  void OnReadDone(bool ok) override {
+    if (!ok) return;
+    link_->OnHeartbeat(generation_, response_.snapshot());
+    StartRead(&response_);
+  }
+  void OnDone(const grpc::Status& status) override {
+    link_->OnWatchEnd(generation_, status);
+    self_.reset();
+  }
+
+  const std::shared_ptr<WorkerLink> link_;
+  const int generation_;
+  grpc::ClientContext context_;
+  const v1::WatchRequest request_;
+  v1::WatchResponse response_;
+  std::shared_ptr<Watcher> self_;
+};
+
+void WorkerLink::Connect(const std::string& address) {
+  int generation = 0;
+  {
+    absl::MutexLock lock(&mu_);
+    generation = ++generation_;
+    stub_ = v1::Worker::NewStub(MakeChannel(address));
+  }
+  StartWatch(generation);
+}
+
+void WorkerLink::StartWatch(int generation) {
+  std::shared_ptr<v1::Worker::Stub> stub;
+  auto watcher = std::make_shared<Watcher>(shared_from_this(), generation);
+  {
+    absl::MutexLock lock(&mu_);
+    if (generation != generation_) return;
+    stub = stub_;
+    watcher_ = watcher;
+  }
+  watcher->Begin(*stub, watcher);
+}
+
+void WorkerLink::Disconnect(const std::string& why) {
+  std::shared_ptr<Watcher> watcher;
+  {
+    absl::MutexLock lock(&mu_);
+    ++generation_;
+    stub_ = nullptr;
+    state_ = v1::WORKER_STATE_LOST;
+    last_error_ = why;
+    watcher = std::move(watcher_);
+  }
+  if (watcher != nullptr) watcher->Cancel();
+  on_change_(*this);
+}
+
+void WorkerLink::OnHeartbeat(int generation, const v1::WorkerSnapshot& snapshot) {
+  bool changed = false;
+  {
+    absl::MutexLock lock(&mu_);
+    if (generation != generation_) return;
+    const v1::WorkerState state = snapshot.draining() ? v1::WORKER_STATE_DRAINING : v1::WORKER_STATE_READY;
+    changed = state != state_;
+    state_ = state;
+    snapshot_ = snapshot;
+  }
+  if (changed) on_change_(*this);
+}
+
+void WorkerLink::OnWatchEnd(int generation, const grpc::Status& status) {
+  auto alarm = std::make_shared<grpc::Alarm>();
+  {
+    absl::MutexLock lock(&mu_);
+    watcher_ = nullptr;
+    if (generation != generation_) return;
+    state_ = v1::WORKER_STATE_LOST;
+    last_error_ = status.error_message();
+    retry_ = alarm;
+  }
+  on_change_(*this);
+  alarm->Set(std::chrono::system_clock::now() + kRetry, [self = shared_from_this(), generation](bool ok) {
+    if (ok) self->StartWatch(generation);
+  });
+}
+
+v1::WorkerState WorkerLink::state() const {
+  absl::MutexLock lock(&mu_);
+  return state_;
+}
+
+std::optional<v1::WorkerSnapshot> WorkerLink::snapshot() const {
+  absl::MutexLock lock(&mu_);
+  return snapshot_;
+}
+
+v1::WorkerStatus WorkerLink::Status() const {
+  absl::MutexLock lock(&mu_);
+  v1::WorkerStatus status;
+  status.set_worker(name_);
+  status.set_state(state_);
+  status.set_restarts(restarts_);
+  if (state_ == v1::WORKER_STATE_LOST) status.set_last_error(last_error_);
+  if (snapshot_.has_value()) {
+    status.set_device(snapshot_->model().device());
+    status.set_base_fingerprint(snapshot_->model().base_fingerprint());
+    status.set_running(snapshot_->running());
+    status.set_sessions(snapshot_->sessions());
+  }
+  return status;
+}
+
+void WorkerLink::CountRestart() {
+  absl::MutexLock lock(&mu_);
+  ++restarts_;
+}
+
+std::shared_ptr<v1::Worker::Stub> WorkerLink::stub() const {
+  absl::MutexLock lock(&mu_);
+  return stub_;
+}
+
+void WorkerLink::Refresh(std::function<void()> done) {
+  std::shared_ptr<v1::Worker::Stub> stub;
+  int generation = 0;
+  {
+    absl::MutexLock lock(&mu_);
+    stub = stub_;
+    generation = generation_;
+  }
+  if (stub == nullptr) return done();
+  struct Call {
+    grpc::ClientContext context;
+    v1::GetSnapshotRequest request;
+    v1::GetSnapshotResponse response;
+  };
+  auto call = std::make_shared<Call>();
+  call->context.set_deadline(std::chrono::system_clock::now() + kRefreshDeadline);
+  stub->async()->GetSnapshot(&call->context, &call->request, &call->response,
+                             [self = shared_from_this(), stub, call, generation, done = std::move(done)](const grpc::Status& status) {
+                               if (status.ok()) self->OnHeartbeat(generation, call->response.snapshot());
+                               done();
+                             });
+}
+
+}  // namespace h3
