@@ -6,9 +6,12 @@
 #include <grpcpp/support/sync_stream.h>
 
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "client/canceller.h"
@@ -45,18 +48,37 @@ absl::Status ProtocolError(absl::string_view what);
 // Announces `tensors` in `specs`, replacing what is there.
 void Announce(absl::Span<const TensorView> tensors, TensorSpecs* specs);
 
-// Writes the chunks of `tensors`. False when the stream is broken: its Finish says why.
+// Writes a message and the chunks of its tensors on a thread of its own, so that what the server has to say meanwhile is read
+// (and a server that waits for its reader keeps reading). Destroying it waits for the last byte, or for the stream to break:
+// then its Finish says why. Join before Finish.
 template <typename Request, typename Response>
-bool SendChunks(grpc::ClientReaderWriterInterface<Request, Response>& stream, absl::Span<const TensorView> tensors) {
-  std::vector<absl::string_view> data;
-  for (const TensorView& tensor : tensors) data.push_back(tensor.data);
-  ChunkReader chunks(std::move(data));
-  Request request;
-  while (chunks.Next(*request.mutable_chunk())) {
-    if (!stream.Write(request)) return false;
+class Upload {
+ public:
+  using Stream = grpc::ClientReaderWriterInterface<Request, Response>;
+
+  // Borrows all but `message`. `half_close`: nothing follows.
+  Upload(Stream& stream, Request message, absl::Span<const TensorView> tensors, bool half_close)
+      : thread_([&stream, message = std::move(message), tensors, half_close] {
+          if (stream.Write(message) && SendChunks(stream, tensors) && half_close) stream.WritesDone();
+        }) {}
+  ~Upload() { thread_.join(); }
+  Upload(const Upload&) = delete;
+  Upload& operator=(const Upload&) = delete;
+
+ private:
+  static bool SendChunks(Stream& stream, absl::Span<const TensorView> tensors) {
+    std::vector<absl::string_view> data;
+    for (const TensorView& tensor : tensors) data.push_back(tensor.data);
+    ChunkReader chunks(std::move(data));
+    Request request;
+    while (chunks.Next(*request.mutable_chunk())) {
+      if (!stream.Write(request)) return false;
+    }
+    return true;
   }
-  return true;
-}
+
+  std::thread thread_;
+};
 
 // The tensors of a result. PROTOCOL where they are not complete.
 absl::StatusOr<std::vector<Tensor>> TakeTensors(TensorAssembler& assembler);

@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "client/call.h"
-#include "client/generate_stream.h"
+#include "client/streams.h"
 #include "h3/v1/adapters.grpc.pb.h"
 #include "h3/v1/generation.grpc.pb.h"
 #include "h3/v1/operations.grpc.pb.h"

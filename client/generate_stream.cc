@@ -1,5 +1,3 @@
-#include "client/generate_stream.h"
-
 #include <limits>
 #include <memory>
 #include <optional>
@@ -7,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "client/call.h"
+#include "client/streams.h"
 #include "proto/support/status.h"
 
 namespace h3::client {
@@ -81,17 +80,13 @@ absl::StatusOr<GenerateResult> RunGenerateStream(v1::Generation::StubInterface& 
   v1::GenerateRequest request;
   *request.mutable_header() = std::move(header);
   Announce(tensors, request.mutable_header()->mutable_tensors());
-  // A broken stream ends the reading below too; Finish says why.
-  if (stream->Write(request) && SendChunks(*stream, tensors)) stream->WritesDone();
-
   Receiver receiver(events);
   absl::Status broken;
-  v1::GenerateResponse response;
-  while (stream->Read(&response)) {
-    broken = receiver.On(response);
-    if (broken.ok()) continue;
-    call.context()->TryCancel();
-    break;
+  {
+    const Upload upload(*stream, std::move(request), tensors, /*half_close=*/true);
+    v1::GenerateResponse response;
+    while (broken.ok() && stream->Read(&response)) broken = receiver.On(response);
+    if (!broken.ok()) call.context()->TryCancel();
   }
   const absl::Status end = call.End(stream->Finish());
   if (!broken.ok()) return broken;

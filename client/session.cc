@@ -5,9 +5,9 @@
 #include <string>
 #include <utility>
 
-#include "absl/strings/str_cat.h"
+#include "absl/functional/function_ref.h"
 #include "client/call.h"
-#include "client/generate_stream.h"
+#include "client/streams.h"
 #include "proto/support/status.h"
 
 namespace h3::client {
@@ -26,15 +26,7 @@ class StreamSession final : public Session {
     v1::EvaluateRequest request;
     *request.mutable_header() = std::move(header);
     Announce(tensors, request.mutable_header()->mutable_tensors());
-    if (stream_->Write(request)) SendChunks(*stream_, tensors);  // Where it breaks, reading ends too.
-    v1::EvaluateResponse response;
-    if (!stream_->Read(&response)) return EndOfStream();
-    if (!response.has_accepted()) return End(ProtocolError("accepted does not come first"));
-    accepted_ = std::move(*response.mutable_accepted());
-    if (!stream_->Read(&response)) return EndOfStream();
-    if (!response.has_ready()) return End(ProtocolError("ready does not follow accepted"));
-    ready_ = response.ready();
-    return absl::OkStatus();
+    return Exchange(std::move(request), tensors, [this] { return ReadOpening(); });
   }
 
   const v1::Accepted& accepted() const override { return accepted_; }
@@ -45,25 +37,9 @@ class StreamSession final : public Session {
     v1::EvaluateRequest request;
     *request.mutable_evaluation() = std::move(evaluation);
     Announce(tensors, request.mutable_evaluation()->mutable_tensors());
-    if (stream_->Write(request)) SendChunks(*stream_, tensors);
-    v1::EvaluateResponse response;
-    if (!stream_->Read(&response)) return EndOfStream();
-    if (!response.has_result()) return End(ProtocolError("an evaluation's answer does not begin with its result"));
     EvaluationOutput output;
-    output.result = std::move(*response.mutable_result());
-    if (const absl::Status specs = CheckTensorSpecs(output.result.tensors(), std::numeric_limits<int64_t>::max());
-        !specs.ok()) {
-      return End(ProtocolError(specs.message()));
-    }
-    TensorAssembler assembler(output.result.tensors());
-    while (!assembler.complete()) {
-      if (!stream_->Read(&response)) return EndOfStream();
-      if (!response.has_chunk()) return End(ProtocolError("an event between the chunks of a result"));
-      if (const absl::Status added = assembler.Add(response.chunk()); !added.ok()) return End(ProtocolError(added.message()));
-    }
-    absl::StatusOr<std::vector<Tensor>> taken = TakeTensors(assembler);
-    if (!taken.ok()) return End(taken.status());
-    output.tensors = *std::move(taken);
+    absl::Status status = Exchange(std::move(request), tensors, [this, &output] { return ReadResult(output); });
+    if (!status.ok()) return status;
     return output;
   }
 
@@ -77,6 +53,50 @@ class StreamSession final : public Session {
   }
 
  private:
+  // Sends, and reads the answer meanwhile. `read` gives false where the stream ended before its time.
+  absl::Status Exchange(v1::EvaluateRequest request, absl::Span<const TensorView> tensors,
+                        absl::FunctionRef<absl::StatusOr<bool>()> read) {
+    absl::StatusOr<bool> answered;
+    {
+      const Upload upload(*stream_, std::move(request), tensors, /*half_close=*/false);
+      answered = read();
+      if (!answered.ok()) call_.context()->TryCancel();
+    }
+    if (!answered.ok()) return End(answered.status());
+    if (!*answered) return EndOfStream();
+    return absl::OkStatus();
+  }
+
+  absl::StatusOr<bool> ReadOpening() {
+    v1::EvaluateResponse response;
+    if (!stream_->Read(&response)) return false;
+    if (!response.has_accepted()) return ProtocolError("accepted does not come first");
+    accepted_ = std::move(*response.mutable_accepted());
+    if (!stream_->Read(&response)) return false;
+    if (!response.has_ready()) return ProtocolError("ready does not follow accepted");
+    ready_ = response.ready();
+    return true;
+  }
+
+  absl::StatusOr<bool> ReadResult(EvaluationOutput& output) {
+    v1::EvaluateResponse response;
+    if (!stream_->Read(&response)) return false;
+    if (!response.has_result()) return ProtocolError("an evaluation's answer does not begin with its result");
+    output.result = std::move(*response.mutable_result());
+    const absl::Status specs = CheckTensorSpecs(output.result.tensors(), std::numeric_limits<int64_t>::max());
+    if (!specs.ok()) return ProtocolError(specs.message());
+    TensorAssembler assembler(output.result.tensors());
+    while (!assembler.complete()) {
+      if (!stream_->Read(&response)) return false;
+      if (!response.has_chunk()) return ProtocolError("an event between the chunks of a result");
+      if (const absl::Status added = assembler.Add(response.chunk()); !added.ok()) return ProtocolError(added.message());
+    }
+    absl::StatusOr<std::vector<Tensor>> taken = TakeTensors(assembler);
+    if (!taken.ok()) return taken.status();
+    output.tensors = *std::move(taken);
+    return true;
+  }
+
   // The server ended the stream where more was due.
   absl::Status EndOfStream() {
     over_ = call_.End(stream_->Finish());

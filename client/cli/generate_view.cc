@@ -1,7 +1,10 @@
 #include "client/cli/generate_view.h"
 
 #include <algorithm>
+#include <cmath>
+#include <map>
 #include <numeric>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -77,7 +80,7 @@ class TerminalView final : public GenerateView {
   bool drawn_ = false;
 };
 
-std::string Left(double seconds) { return seconds > 0 ? absl::StrCat("  ", Duration(seconds), " left") : ""; }
+std::string Left(double seconds) { return seconds > 0 ? absl::StrCat("  ", Duration(std::ceil(seconds)), " left") : ""; }
 
 }  // namespace
 
@@ -111,10 +114,11 @@ std::string StackText(const v1::Accepted& accepted) {
                                   Word(accepted.partition()), "  base ", ShortDigest(accepted.base_fingerprint()), "\n");
   std::vector<std::vector<std::string>> rows;
   for (const v1::ResolvedAdapter& adapter : accepted.stack()) {
+    std::map<std::pair<uint32_t, double>, uint32_t> modules;  // By rank and scale.
+    for (const v1::EffectiveScale& scale : adapter.scales()) modules[{scale.rank(), scale.scale()}] += scale.modules();
     std::vector<std::string> scales;
-    for (const v1::EffectiveScale& scale : adapter.scales()) {
-      scales.push_back(
-          absl::StrCat(scale.modules(), " ", scale.module_kind(), " rank ", scale.rank(), " scale ", scale.scale()));
+    for (const auto& [rank_and_scale, count] : modules) {
+      scales.push_back(absl::StrCat(count, " of rank ", rank_and_scale.first, " x ", rank_and_scale.second));
     }
     rows.push_back({absl::StrCat("  ", adapter.adapter()), absl::StrCat("strength ", adapter.strength()),
                     absl::StrCat(adapter.modules(), " modules"), Human(ByteCount(static_cast<int64_t>(adapter.bytes()))),

@@ -31,7 +31,8 @@ std::unique_ptr<GenerateView> MakeTerminalView(std::ostream& out);
 // The drawn line: "[=========>          ]  3/8  37 %  0:12 left".
 std::string ProgressLine(const v1::Progress& progress);
 
-// "style  0.8  208 modules  592.0 MiB", a line an adapter with its scales, and the server's warnings; also for evaluate.
+// What was accepted: a line an adapter ("style  strength 0.8  208 modules  592.0 MiB  208 of rank 64 x 0.5": alpha / rank), and
+// the server's warnings. Also for evaluate.
 std::string StackText(const v1::Accepted& accepted);
 
 }  // namespace h3::ctl

@@ -7,9 +7,7 @@
 #include <fstream>
 #include <map>
 #include <nlohmann/json.hpp>
-#include <set>
 #include <sstream>
-#include <tuple>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -177,15 +175,6 @@ absl::StatusOr<Measured> Measure(const AdapterFile& file, const std::string& mod
   return Annotate(refusal, "measured against the released H3 (--model CHECKPOINT measures against another)");
 }
 
-// Terms that are alike, by site kind.
-struct TermGroup {
-  std::string kind, type, source;
-  int64_t rank = 0;
-  double alpha = 0, scale = 0;
-  auto Key() const { return std::tie(kind, type, rank, alpha, scale, source); }
-  bool operator<(const TermGroup& other) const { return Key() < other.Key(); }
-};
-
 std::string TermType(const AdapterTerm& term) {
   if (term.offset.has_value()) return "offset";
   if (term.kronecker.has_value()) return "kronecker";
@@ -200,21 +189,10 @@ std::string TermType(const AdapterTerm& term) {
   return term.through_grid ? "low rank, through the grid" : "low rank";
 }
 
-// Each group with the number of its terms and of the sites that they stand on.
-std::map<TermGroup, std::pair<int64_t, std::set<int>>> GroupTerms(const Measured& measured) {
-  const std::vector<Site> sites = Sites(measured.geometry);
-  std::map<TermGroup, std::pair<int64_t, std::set<int>>> groups;
-  for (const AdapterTerm& term : measured.manifest.terms) {
-    auto& [terms, on] = groups[{.kind = std::string(SiteKindName(sites[static_cast<size_t>(term.site)].kind)),
-                                .type = TermType(term),
-                                .source = term.scale_source,
-                                .rank = term.rank,
-                                .alpha = term.alpha,
-                                .scale = term.scale}];
-    ++terms;
-    on.insert(term.site);
-  }
-  return groups;
+std::map<std::string, int64_t> CountTypes(const AdapterManifest& manifest) {
+  std::map<std::string, int64_t> types;
+  for (const AdapterTerm& term : manifest.terms) ++types[TermType(term)];
+  return types;
 }
 
 absl::Status InspectAdapter(const AdapterFile& file, const std::string& model, bool json, std::ostream& out) {
@@ -222,18 +200,17 @@ absl::Status InspectAdapter(const AdapterFile& file, const std::string& model, b
   const AdapterManifest& manifest = measured.manifest;
   Histogram types;
   for (const TensorInfo& tensor : file.header.tensors) types.Add(tensor.dtype, tensor.shape);
-  const auto groups = GroupTerms(measured);
+  const std::vector<EffectiveScale> scales = SummariseScales(manifest, measured.geometry);
+  const std::map<std::string, int64_t> terms = CountTypes(manifest);
   if (json) {
-    Json terms = Json::array();
-    for (const auto& [group, count] : groups) {
-      terms.push_back({{"kind", group.kind},
-                       {"type", group.type},
-                       {"modules", count.second.size()},
-                       {"terms", count.first},
-                       {"rank", group.rank},
-                       {"alpha", group.alpha},
-                       {"scale", group.scale},
-                       {"source", group.source}});
+    Json modules = Json::array();
+    for (const EffectiveScale& scale : scales) {
+      modules.push_back({{"module_kind", scale.module_kind},
+                         {"modules", scale.modules},
+                         {"rank", scale.rank},
+                         {"alpha", scale.alpha},
+                         {"scale", scale.scale},
+                         {"source", scale.source}});
     }
     out << Json{{"kind", "adapter"},
                 {"format", manifest.format},
@@ -243,6 +220,7 @@ absl::Status InspectAdapter(const AdapterFile& file, const std::string& model, b
                 {"file_bytes", file.header.file_bytes},
                 {"device_bytes", manifest.device_bytes},
                 {"terms", terms},
+                {"scales", modules},
                 {"norm_offsets", manifest.norm_offsets.size()},
                 {"complete_curve", manifest.curve.has_value()},
                 {"ignored_sections", manifest.ignored_sections},
@@ -256,16 +234,16 @@ absl::Status InspectAdapter(const AdapterFile& file, const std::string& model, b
       << PartitionName(manifest.partition) << "\n"
       << file.header.tensors.size() << " tensors, " << Size(file.header.file_bytes) << " on the disk, "
       << Size(manifest.device_bytes) << " on a device\n\n";
-  std::vector<std::vector<std::string>> rows = {{"MODULES", "TERMS", "KIND", "TYPE", "RANK", "ALPHA", "SCALE", "FROM"}};
-  for (const auto& [group, count] : groups) {
-    rows.push_back({absl::StrCat(count.second.size()), absl::StrCat(count.first), group.kind, group.type,
-                    absl::StrCat(group.rank), absl::StrCat(group.alpha), absl::StrCat(group.scale), group.source});
+  std::vector<std::vector<std::string>> rows = {{"MODULES", "KIND", "RANK", "ALPHA", "SCALE", "FROM"}};
+  for (const EffectiveScale& scale : scales) {
+    rows.push_back({absl::StrCat(scale.modules), scale.module_kind, absl::StrCat(scale.rank), absl::StrCat(scale.alpha),
+                    absl::StrCat(scale.scale), scale.source});
   }
-  out << Table(rows, {0, 1, 4, 5, 6}) << "\n" << types.Text();
+  out << Table(rows, {0, 2, 3, 4}) << "\n" << types.Text() << "\n";
+  for (const auto& [type, count] : terms) out << count << " terms: " << type << "\n";
   if (!manifest.norm_offsets.empty()) out << manifest.norm_offsets.size() << " norm weights are offset\n";
   if (manifest.curve.has_value()) {
-    out << "complete modulation of its own, "
-        << (manifest.curve->table.has_value() ? "with its own table" : "on the base's table") << "\n";
+    out << "complete modulation of its own\n";
   }
   if (!manifest.ignored_sections.empty())
     out << "other sections of the file: " << absl::StrJoin(manifest.ignored_sections, ", ") << "\n";

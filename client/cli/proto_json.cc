@@ -2,9 +2,6 @@
 
 #include <nlohmann/json.hpp>
 
-#include "absl/strings/ascii.h"
-#include "absl/strings/str_cat.h"
-#include "absl/strings/strip.h"
 #include "client/cli/words.h"
 #include "google/protobuf/descriptor.h"
 

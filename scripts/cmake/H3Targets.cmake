@@ -42,6 +42,9 @@ function(h3_cc_binary)
   set_target_properties(${L_NAME} PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/bin)
 endfunction()
 
+# Everything that a preset with the thread sanitizer can run: tests labelled tsan.
+add_custom_target(h3_tsan_tests)
+
 # h3_cc_test(NAME n SRCS ... DEPS ... LABELS ...): one GoogleTest binary, one ctest entry (a binary that links LibTorch takes
 # half a second to start).
 function(h3_cc_test)
@@ -51,4 +54,7 @@ function(h3_cc_test)
   target_link_libraries(${L_NAME} PRIVATE h3_warnings ${L_DEPS} GTest::gmock GTest::gtest_main)
   add_test(NAME ${L_NAME} COMMAND ${L_NAME} WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
   set_tests_properties(${L_NAME} PROPERTIES LABELS "unit;${L_LABELS}" TIMEOUT 300)
+  if("tsan" IN_LIST L_LABELS)
+    add_dependencies(h3_tsan_tests ${L_NAME})
+  endif()
 endfunction()

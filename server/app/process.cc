@@ -89,6 +89,12 @@ void SetReady(grpc::Server& server, const std::vector<std::string>& service_name
   for (const std::string& name : service_names) health.SetServingStatus(name, ready);
 }
 
+void LeaveNow(int code) {
+  spdlog::default_logger()->flush();
+  std::fflush(stdout);
+  _exit(code);
+}
+
 void PrintReady(const std::string& grpc, const std::string& metrics) {
   std::printf("ready grpc=%s metrics=%s\n", grpc.c_str(), metrics.c_str());
   std::fflush(stdout);

@@ -37,6 +37,9 @@ absl::StatusOr<ListeningServer> Listen(const std::string& listen, const std::vec
 // "" and "liveness" follow the process; "readiness" and each service follow `ready`.
 void SetReady(grpc::Server& server, const std::vector<std::string>& service_names, bool ready);
 
+// Ends the process now: after a drain there is nothing left to wait for, and the metrics server would take seconds to stop.
+[[noreturn]] void LeaveNow(int code);
+
 // The line that scripts wait for, on stdout: "ready grpc=HOST:PORT metrics=HOST:PORT".
 void PrintReady(const std::string& grpc, const std::string& metrics);
 

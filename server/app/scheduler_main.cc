@@ -101,12 +101,12 @@ int Run(const Flags& flags) {
   grpc::Server& server = *listening->server;
   SetReady(server, kServices, false);
 
-  const SocketFolder sockets;
+  std::optional<SocketFolder> sockets(std::in_place);
   std::optional<WorkerProcess> local;
   absl::Notification first_ready, leave;
   std::atomic<bool> ready_told{false};
   if (!flags.model.model.empty()) {
-    const std::string socket = absl::StrCat("unix:", sockets.path(), "/worker-0.sock");
+    const std::string socket = absl::StrCat("unix:", sockets->path(), "/worker-0.sock");
     const std::shared_ptr<WorkerLink> link = core.AddWorker("local-0");
     std::vector<std::string> arguments = {"--supervised", "--listen", socket, "--metrics", flags.worker_metrics, "--adapters", flags.options.adapters};
     for (std::string& argument : flags.model.Arguments(flags.model.device)) arguments.push_back(std::move(argument));
@@ -147,8 +147,9 @@ int Run(const Flags& flags) {
   server.Shutdown(std::chrono::system_clock::now() + std::chrono::seconds(5));
   for (const auto& worker : core.workers()) worker->Disconnect("the scheduler ends");
   local.reset();
+  sockets.reset();
   spdlog::info("drained");
-  return 0;
+  LeaveNow(0);
 }
 
 }  // namespace

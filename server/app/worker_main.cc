@@ -130,7 +130,7 @@ int Run(const Flags& flags) {
     spdlog::critical(absl::StrCat("fatal fault: ", fault->message()));
     // What is in flight is told before the process goes.
     listening->server->Shutdown(std::chrono::system_clock::now() + std::chrono::milliseconds(500));
-    _exit(kExitFault);
+    LeaveNow(kExitFault);
   }
   listening->server->Shutdown(std::chrono::system_clock::now() + std::chrono::seconds(5));
   absl::Notification gone;
@@ -140,7 +140,7 @@ int Run(const Flags& flags) {
   });
   gone.WaitForNotification();
   spdlog::info("drained");
-  return 0;
+  LeaveNow(0);
 }
 
 }  // namespace

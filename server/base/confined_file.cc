@@ -45,14 +45,14 @@ absl::Status CheckConfinedName(absl::string_view name) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<FileDescriptor> OpenConfined(const std::string& directory, const std::string& name) {
+absl::StatusOr<FileDescriptor> OpenConfined(const std::string& directory, const std::string& name, absl::string_view suffix) {
   H3_RETURN_IF_ERROR(CheckConfinedName(name));
   const FileDescriptor root(open(directory.c_str(), O_PATH | O_DIRECTORY | O_CLOEXEC));
   if (root.get() < 0) return NoSuch(name);
   open_how how = {};
   how.flags = O_RDONLY | O_CLOEXEC | O_NONBLOCK;  // A FIFO must not block the open; what it is comes from fstat.
   how.resolve = RESOLVE_BENEATH | RESOLVE_NO_MAGICLINKS;
-  FileDescriptor file(static_cast<int>(syscall(SYS_openat2, root.get(), name.c_str(), &how, sizeof(how))));
+  FileDescriptor file(static_cast<int>(syscall(SYS_openat2, root.get(), absl::StrCat(name, suffix).c_str(), &how, sizeof(how))));
   struct stat info;
   if (file.get() < 0 || fstat(file.get(), &info) != 0 || !S_ISREG(info.st_mode)) return NoSuch(name);
   return file;

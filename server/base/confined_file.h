@@ -27,10 +27,10 @@ class FileDescriptor {
 // backslashes, percent signs, control characters or NUL.
 absl::Status CheckConfinedName(absl::string_view name);
 
-// Opens the regular file `directory`/`name` for reading. Every component is opened without following links that leave the
+// Opens the regular file `directory`/`name``suffix` for reading. Every component is opened without following links that leave the
 // directory; a FIFO or a device is never opened for data. Blocks on the disk.
 // As CheckConfinedName, or NOT_FOUND / UNKNOWN_ADAPTER; messages hold the name and never a path.
-absl::StatusOr<FileDescriptor> OpenConfined(const std::string& directory, const std::string& name);
+absl::StatusOr<FileDescriptor> OpenConfined(const std::string& directory, const std::string& name, absl::string_view suffix = "");
 
 // The whole file from its first byte. RESOURCE_EXHAUSTED above `max_bytes`. Blocks.
 absl::StatusOr<std::string> ReadAll(const FileDescriptor& file, int64_t max_bytes);

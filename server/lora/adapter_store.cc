@@ -27,7 +27,7 @@ absl::StatusOr<std::shared_ptr<const ResidentAdapter>> AdapterStore::Acquire(con
     if (auto resident = Find({digest, leave_out}); resident != nullptr) return resident;
   }
   if (absl::StartsWith(name, "sha256:")) return NotResident(name);
-  H3_ASSIGN_OR_RETURN(const FileDescriptor file, OpenConfined(directory_, name + ".safetensors"));
+  H3_ASSIGN_OR_RETURN(const FileDescriptor file, OpenConfined(directory_, name, ".safetensors"));
   H3_ASSIGN_OR_RETURN(const std::string content, ReadAll(file, kMaxAdapterBytes));
   const std::string actual = Sha256Hex(content);
   if (!digest.empty() && actual != digest) {

@@ -56,7 +56,7 @@ absl::StatusOr<std::shared_ptr<const AdapterRegistry::Content>> AdapterRegistry:
     }
     return Unknown(name);
   }
-  H3_ASSIGN_OR_RETURN(const FileDescriptor file, OpenConfined(directory_, absl::StrCat(name, kSuffix)));
+  H3_ASSIGN_OR_RETURN(const FileDescriptor file, OpenConfined(directory_, name, kSuffix));
   struct stat info;
   if (fstat(file.get(), &info) != 0) return Unknown(name);
   const Signature signature{info.st_dev, info.st_ino, info.st_size, Nanoseconds(info.st_mtim), Nanoseconds(info.st_ctim)};

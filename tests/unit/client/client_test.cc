@@ -231,6 +231,7 @@ absl::Status EchoSession(EvaluateStream& stream) {
       if (absl::Status added = rows.Add(request.chunk()); !added.ok()) return added;
     }
     const std::vector<std::string> data = rows.Take();
+    response.Clear();
     response.mutable_result()->set_index(index);
     response.mutable_result()->mutable_timesteps()->set_video(1 - evaluation.sigma());
     for (size_t i = 0; i < data.size(); ++i)

@@ -1,4 +1,4 @@
-// One Generate call over its stream. Internal to client/.
+// The two bidirectional streams of Generation, behind Client. Internal to client/.
 #pragma once
 
 #include "absl/status/statusor.h"
@@ -8,11 +8,12 @@
 
 namespace h3::client {
 
+// generate_stream.cc
 absl::StatusOr<GenerateResult> RunGenerateStream(v1::Generation::StubInterface& stub, v1::GenerateHeader header,
                                                  absl::Span<const TensorView> tensors, const GenerateEvents& events,
                                                  const CallOptions& options, const std::string& server);
 
-// The session behind Client::OpenSession (session.cc).
+// session.cc
 absl::StatusOr<std::unique_ptr<Session>> OpenSessionStream(v1::Generation::StubInterface& stub, v1::EvaluateHeader header,
                                                            absl::Span<const TensorView> tensors, const CallOptions& options,
                                                            const std::string& server);
