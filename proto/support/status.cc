@@ -3,6 +3,7 @@
 #include <google/rpc/error_details.pb.h>
 #include <google/rpc/status.pb.h>
 
+#include <algorithm>
 #include <string>
 #include <utility>
 
@@ -12,9 +13,12 @@
 namespace h3 {
 namespace {
 
-// Trailers share the header size limit of 8 KiB with everything else.
+// Trailers share a header limit of 8 KiB, beyond which a client gets another error in the place of ours. The text travels twice, once
+// percent-encoded (up to three times as long); the details in base64.
 constexpr size_t kMaxText = 1024;
 constexpr size_t kMaxDetail = 512;
+constexpr size_t kMaxDetails = 1536;     // All of them together.
+constexpr size_t kMaxDescription = 128;  // Of a field violation: the whole text is beside it.
 
 grpc::StatusCode ToGrpcCode(absl::StatusCode code) {
   switch (code) {
@@ -46,12 +50,35 @@ absl::StatusCode FromGrpcCode(grpc::StatusCode code) {
   return absl::StatusCode::kUnknown;
 }
 
-// Protobuf strings and trailers must be UTF-8; a name from a stranger's file need not be. Control characters become spaces too.
+// Length of the UTF-8 sequence that `text` starts with; 0 where it starts with none.
+size_t SequenceLength(absl::string_view text) {
+  const auto byte = [&](size_t i) { return static_cast<unsigned char>(text[i]); };
+  const size_t length = byte(0) < 0x80 ? 1 : byte(0) < 0xc2 ? 0 : byte(0) < 0xe0 ? 2 : byte(0) < 0xf0 ? 3 : byte(0) < 0xf5 ? 4 : 0;
+  if (length > text.size()) return 0;
+  for (size_t i = 1; i < length; ++i) {
+    if ((byte(i) & 0xc0) != 0x80) return 0;
+  }
+  // Overlong forms, surrogates, and what lies beyond U+10FFFF.
+  if (length == 3 && ((byte(0) == 0xe0 && byte(1) < 0xa0) || (byte(0) == 0xed && byte(1) >= 0xa0))) return 0;
+  if (length == 4 && ((byte(0) == 0xf0 && byte(1) < 0x90) || (byte(0) == 0xf4 && byte(1) >= 0x90))) return 0;
+  return length;
+}
+
+// At most `most` bytes of valid UTF-8 on one line, as protobuf strings and trailers must be: a name from a stranger's file need not
+// be. A byte that fits nowhere becomes "?", a control character a space.
 std::string CleanText(absl::string_view text, size_t most) {
-  std::string clean(text.substr(0, most));
-  for (char& c : clean) {
-    const auto byte = static_cast<unsigned char>(c);
-    if (byte < 0x20 || byte >= 0x7f) c = byte < 0x20 ? ' ' : '?';
+  std::string clean;
+  while (!text.empty()) {
+    const size_t length = SequenceLength(text);
+    if (clean.size() + std::max<size_t>(length, 1) > most) break;
+    if (length == 0) {
+      clean += '?';
+    } else if (length == 1 && (static_cast<unsigned char>(text[0]) < 0x20 || text[0] == 0x7f)) {
+      clean += ' ';
+    } else {
+      clean.append(text.data(), length);
+    }
+    text.remove_prefix(std::max<size_t>(length, 1));
   }
   return clean;
 }
@@ -70,7 +97,13 @@ grpc::Status ToGrpc(const absl::Status& status) {
     google::rpc::ErrorInfo info;
     info.set_reason(reason);
     info.set_domain(std::string(kErrorDomain));
-    for (const auto& [key, value] : details) (*info.mutable_metadata())[CleanText(key, kMaxDetail)] = CleanText(value, kMaxDetail);
+    size_t left = kMaxDetails;
+    for (const auto& [key, value] : details) {
+      if (key.size() >= left) continue;
+      std::string& kept = (*info.mutable_metadata())[CleanText(key, kMaxDetail)];
+      kept = CleanText(value, std::min(kMaxDetail, left - key.size()));
+      left -= key.size() + kept.size();
+    }
     rich.add_details()->PackFrom(info);
   }
   if (const auto retry = details.find(std::string(kRetrySecondsDetail)); retry != details.end()) {
@@ -86,7 +119,7 @@ grpc::Status ToGrpc(const absl::Status& status) {
     google::rpc::BadRequest request;
     google::rpc::BadRequest::FieldViolation& violation = *request.add_field_violations();
     violation.set_field(CleanText(field->second, kMaxDetail));
-    violation.set_description(text);
+    violation.set_description(CleanText(text, kMaxDescription));
     rich.add_details()->PackFrom(request);
   }
   return grpc::Status(code, text, rich.SerializeAsString());

@@ -13,14 +13,14 @@ constexpr int64_t kMaxEvaluations = 1000;
 
 absl::Status BadSchedule(absl::string_view what) { return RefuseArgument(reason::kBadRequest, absl::StrCat("sampling: ", what)); }
 
-// torch.linspace in float32: from both ends towards the middle.
+// torch.linspace in float32: from both ends towards the middle, each value rounded once (its kernels use fused multiply-add).
 std::vector<float> Linspace(float start, float end, int64_t count) {
   std::vector<float> values(static_cast<size_t>(count));
   if (count == 1) return {start};
   const float step = (end - start) / static_cast<float>(count - 1);
   for (int64_t i = 0; i < count; ++i) {
     values[static_cast<size_t>(i)] =
-        i < count / 2 ? start + step * static_cast<float>(i) : end - step * static_cast<float>(count - 1 - i);
+        i < count / 2 ? std::fma(step, static_cast<float>(i), start) : std::fma(-step, static_cast<float>(count - 1 - i), end);
   }
   return values;
 }
@@ -78,8 +78,10 @@ absl::StatusOr<Schedule> MakeSchedule(const ScheduleSpec& spec) {
     if (spec.kind == ScheduleKind::kOfficial) {
       base = Linspace(1, 0, spec.evaluations + 1);
     } else {
-      // The last point of the grid before 0 is that of t = 0.001 under the video's shift.
-      base = Linspace(1, static_cast<float>(ShiftSigma(0.001, spec.video_shift)), spec.evaluations);
+      // The last point of the grid before 0 is that of t = 0.001 under the video's shift. The published grid is spaced in
+      // thousandths, which shows in the last bit.
+      base = Linspace(1000, static_cast<float>(1000 * ShiftSigma(0.001, spec.video_shift)), spec.evaluations);
+      for (float& b : base) b /= 1000.0f;
       base.push_back(0);
     }
     schedule.video = Shifted(base, spec.video_shift);

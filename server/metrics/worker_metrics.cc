@@ -1,6 +1,7 @@
 #include "server/metrics/worker_metrics.h"
 
 #include <algorithm>
+#include <map>
 
 namespace h3 {
 namespace {
@@ -30,7 +31,6 @@ double Bytes(ByteCount bytes) { return static_cast<double>(bytes.value()); }
 
 WorkerMetrics::WorkerMetrics(prometheus::Registry& registry)
     : denoise_steps(prometheus::BuildCounter().Name("h3_denoise_steps_total").Help("Model evaluations done.").Register(registry).Add({})),
-      adapter_loads(prometheus::BuildCounter().Name("h3_adapter_loads_total").Help("Adapters copied to the device.").Register(registry).Add({})),
       step_seconds(prometheus::BuildHistogram().Name("h3_denoise_step_seconds").Help("Time of one model evaluation.").Register(registry).Add({}, StepBuckets())),
       stack_depth(prometheus::BuildHistogram().Name("h3_lora_stack_depth").Help("Adapters in the stack of a request.").Register(registry)
                       .Add({}, prometheus::Histogram::BucketBoundaries{0, 1, 2, 3, 4, 6, 8, 16, 32})),
@@ -72,10 +72,15 @@ std::vector<prometheus::MetricFamily> MemoryCollector::Collect() const {
   Add(mutations, static_cast<double>(now.base_mutations), {device});
   families.push_back(std::move(mutations));
 
-  std::vector<AdapterGauge> adapters = now.adapters;
-  std::sort(adapters.begin(), adapters.end(), [](const AdapterGauge& a, const AdapterGauge& b) { return a.bytes > b.bytes; });
-  prometheus::MetricFamily by_adapter = Gauge("h3_adapter_bytes", "Bytes of each resident adapter; the 50 largest, the rest as other.");
+  // One series a name: while a replaced file's old content is still pinned, two adapters share one, and a scrape must not repeat a series.
+  std::map<std::string, ByteCount> by_name;
+  for (const AdapterGauge& adapter : now.adapters) by_name[adapter.name] += adapter.bytes;
   ByteCount other;
+  if (const auto clash = by_name.find("other"); clash != by_name.end()) other += by_name.extract(clash).mapped();
+  std::vector<AdapterGauge> adapters;
+  for (const auto& [name, bytes] : by_name) adapters.push_back({name, bytes});
+  std::stable_sort(adapters.begin(), adapters.end(), [](const AdapterGauge& a, const AdapterGauge& b) { return a.bytes > b.bytes; });
+  prometheus::MetricFamily by_adapter = Gauge("h3_adapter_bytes", "Bytes of each resident adapter; the 50 largest, the rest as other.");
   for (size_t i = 0; i < adapters.size(); ++i) {
     if (i < kMaxAdapterSeries) {
       Add(by_adapter, Bytes(adapters[i].bytes), {{"adapter", adapters[i].name}, {"tier", "device"}});
@@ -87,7 +92,7 @@ std::vector<prometheus::MetricFamily> MemoryCollector::Collect() const {
   families.push_back(std::move(by_adapter));
 
   families.push_back(Gauge("h3_adapters_resident", "Adapters on the device."));
-  Add(families.back(), static_cast<double>(adapters.size()), {{"tier", "device"}});
+  Add(families.back(), static_cast<double>(now.adapters.size()), {{"tier", "device"}});
   return families;
 }
 

@@ -21,7 +21,6 @@ class WorkerMetrics {
   explicit WorkerMetrics(prometheus::Registry& registry);
 
   prometheus::Counter& denoise_steps;
-  prometheus::Counter& adapter_loads;
   prometheus::Histogram& step_seconds;
   prometheus::Histogram& stack_depth;
 

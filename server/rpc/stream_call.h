@@ -67,12 +67,12 @@ class StreamCall : public grpc::ServerBidiReactor<Request, Response>, public std
     {
       absl::MutexLock lock(&mu_);
       if (close_.has_value() || read_ended_) return;
-      starting_read_ = true;
+      ++starting_reads_;
     }
     this->StartRead(&request_);
     {
       absl::MutexLock lock(&mu_);
-      starting_read_ = false;
+      --starting_reads_;
     }
     Pump();
   }
@@ -141,7 +141,7 @@ class StreamCall : public grpc::ServerBidiReactor<Request, Response>, public std
         sources_.pop_front();
       }
       if (!writing_) {
-        if (starting_read_) return;  // No operation may begin after Finish.
+        if (starting_reads_ > 0) return;  // No operation may begin after Finish.
         drained = !close_.has_value();
         if (!drained) {
           finished_ = true;
@@ -168,7 +168,8 @@ class StreamCall : public grpc::ServerBidiReactor<Request, Response>, public std
   bool writing_ ABSL_GUARDED_BY(mu_) = false;
   bool finished_ ABSL_GUARDED_BY(mu_) = false;
   bool read_ended_ ABSL_GUARDED_BY(mu_) = false;
-  bool starting_read_ ABSL_GUARDED_BY(mu_) = false;
+  // Threads inside StartRead. Its reaction may run, and read on, before it returns.
+  int starting_reads_ ABSL_GUARDED_BY(mu_) = 0;
 };
 
 }  // namespace h3

@@ -24,6 +24,7 @@ class WatchCall final : public grpc::ServerWriteReactor<v1::WatchResponse> {
       FinishOnce();
       return;
     }
+    absl::MutexLock lock(&mu_);
     alarm_.Set(std::chrono::system_clock::now() + kHeartbeat, [this](bool) {
       if (cancelled_.load()) {
         FinishOnce();
@@ -34,6 +35,7 @@ class WatchCall final : public grpc::ServerWriteReactor<v1::WatchResponse> {
   }
   void OnCancel() override {
     cancelled_.store(true);
+    absl::MutexLock lock(&mu_);
     alarm_.Cancel();
   }
   void OnDone() override { delete this; }
@@ -49,7 +51,8 @@ class WatchCall final : public grpc::ServerWriteReactor<v1::WatchResponse> {
 
   const WorkerService& service_;
   v1::WatchResponse response_;
-  grpc::Alarm alarm_;
+  absl::Mutex mu_;
+  grpc::Alarm alarm_ ABSL_GUARDED_BY(mu_);  // Not thread-safe.
   std::atomic<bool> cancelled_{false};
   std::atomic<bool> finished_{false};
 };
@@ -79,7 +82,6 @@ grpc::ServerUnaryReactor* WorkerService::LoadAdapter(grpc::CallbackServerContext
   return OnDevice(*this, context, [this, request, response]() -> absl::Status {
     const auto resolved = engine_.LoadAdapter(request->name(), request->digest());
     if (!resolved.ok()) return resolved.status();
-    metrics_.adapter_loads.Increment();
     *response->mutable_resolved() = ToProto(*resolved);
     return absl::OkStatus();
   });

@@ -6,14 +6,12 @@
 #include <atomic>
 #include <functional>
 #include <memory>
-#include <set>
+#include <utility>
 
-#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
-#include "absl/synchronization/mutex.h"
 #include "h3/v1/worker.grpc.pb.h"
-#include "server/metrics/worker_metrics.h"
 #include "server/base/serial_executor.h"
+#include "server/metrics/worker_metrics.h"
 #include "server/worker/engine.h"
 
 namespace h3 {

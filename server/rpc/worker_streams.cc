@@ -1,4 +1,5 @@
 // Generate and Evaluate of the Worker service.
+#include <atomic>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -42,19 +43,19 @@ class GenerateCall final : public StreamCall<v1::GenerateRequest, v1::GenerateRe
   void OnMessage(v1::GenerateRequest& request) override {
     const absl::Status status = Take(request);
     if (!status.ok()) {
-      Close(status);
+      Conclude(status);
     } else if (!started_) {
       ReadMore();
     }
   }
+  // Only while something is missing: nothing is read once the run is complete.
   void OnHalfClose() override {
-    if (!assembler_.has_value()) {
-      Close(RefuseArgument(reason::kBadRequest, "the call ended before its header"));
-    } else if (!started_) {
-      Close(assembler_->CheckComplete());
-    }
+    Conclude(assembler_.has_value() ? assembler_->CheckComplete() : RefuseArgument(reason::kBadRequest, "the call ended before its header"));
   }
-  void OnGone(const absl::Status& why) override { cancel_.Cancel(why); }
+  void OnGone(const absl::Status& why) override {
+    cancel_.Cancel(why);
+    Conclude(why);
+  }
   void OnEnd() override { --service_.running(); }
 
   absl::Status Take(v1::GenerateRequest& request) {
@@ -90,7 +91,6 @@ class GenerateCall final : public StreamCall<v1::GenerateRequest, v1::GenerateRe
   void StartOnDevice() {
     if (Stopped()) return;
     SendProgress(v1::PHASE_PREPARE, 0);
-    start_ = absl::Now();
     service_.metrics().stack_depth.Observe(static_cast<double>(spec_.conditions.stack.size()));
     steps_ = spec_.schedule.evaluations();
     const Task task = TaskOf(spec_.conditions.layout);
@@ -118,10 +118,13 @@ class GenerateCall final : public StreamCall<v1::GenerateRequest, v1::GenerateRe
     const absl::Time begin = absl::Now();
     const auto done = run_->Advance(cancel_);
     if (!done.ok()) return End(done.status());
+    const absl::Time end = absl::Now();
     const auto step = static_cast<int64_t>(run_->timings().steps.size());
     if (step > 0) {
       service_.metrics().denoise_steps.Increment();
-      service_.metrics().step_seconds.Observe(absl::ToDoubleSeconds(absl::Now() - begin));
+      service_.metrics().step_seconds.Observe(absl::ToDoubleSeconds(end - begin));
+    } else {
+      prepared_ = end;
     }
     SendProgress(v1::PHASE_DENOISE, step);
     if (!*done) return Later();
@@ -148,19 +151,25 @@ class GenerateCall final : public StreamCall<v1::GenerateRequest, v1::GenerateRe
     End(absl::OkStatus());
   }
 
-  // True when nobody waits any more: what the run holds is released, here on the device thread.
+  // True when nobody waits any more, or a fault has come: what the run holds is released, here on the device thread.
   bool Stopped() {
-    if (!cancel_.IsCancelled()) return false;
-    End(cancel_.Check("between evaluations"));
+    absl::Status why = cancel_.Check("between evaluations");
+    if (why.ok()) why = service_.CheckHealth();
+    if (why.ok()) return false;
+    End(why);
     return true;
   }
 
-  void End(absl::Status status) {
+  void End(const absl::Status& status) {
     run_.reset();
     const absl::Status health = service_.CheckHealth();
-    if (!health.ok()) status = health;
-    service_.metrics().CountRequest(std::string(CodeName(status.code())));
-    Close(std::move(status));
+    Conclude(health.ok() ? status : health);
+  }
+
+  // On any thread. The first counts.
+  void Conclude(const absl::Status& status) {
+    if (!counted_.exchange(true)) service_.metrics().CountRequest(std::string(CodeName(status.code())));
+    Close(status);
   }
 
   void SendProgress(v1::Phase phase, int64_t step) {
@@ -170,7 +179,7 @@ class GenerateCall final : public StreamCall<v1::GenerateRequest, v1::GenerateRe
     progress.set_step(static_cast<uint32_t>(step));
     progress.set_steps(static_cast<uint32_t>(steps_ > 0 ? steps_ : spec_.schedule.evaluations()));
     if (step > 0) {
-      const double average = absl::ToDoubleSeconds(absl::Now() - start_) / static_cast<double>(step);
+      const double average = absl::ToDoubleSeconds(absl::Now() - prepared_) / static_cast<double>(step);
       progress.set_eta_seconds(average * static_cast<double>(steps_ - step));
     }
     Send(std::move(response));
@@ -181,10 +190,11 @@ class GenerateCall final : public StreamCall<v1::GenerateRequest, v1::GenerateRe
   std::optional<TensorAssembler> assembler_;
   GenerationSpec spec_;
   bool started_ = false;
+  std::atomic<bool> counted_{false};
   // On the device thread:
   std::unique_ptr<Generation> run_;
   int64_t steps_ = 0;
-  absl::Time start_;
+  absl::Time prepared_;
 };
 
 class EvaluateCall final : public StreamCall<v1::EvaluateRequest, v1::EvaluateResponse> {
@@ -193,9 +203,9 @@ class EvaluateCall final : public StreamCall<v1::EvaluateRequest, v1::EvaluateRe
 
  private:
   void OnMessage(v1::EvaluateRequest& request) override {
-    const absl::Status status = Take(request);
-    if (!status.ok()) return Fail(status);
-    if (!busy_) ReadMore();
+    const absl::StatusOr<bool> more = Take(request);
+    if (!more.ok()) return Fail(more.status());
+    if (*more) ReadMore();
   }
   void OnHalfClose() override {
     if (!header_.has_value()) return Fail(RefuseArgument(reason::kBadRequest, "the call ended before its header"));
@@ -204,11 +214,13 @@ class EvaluateCall final : public StreamCall<v1::EvaluateRequest, v1::EvaluateRe
   }
   void OnGone(const absl::Status& why) override {
     cancel_.Cancel(why);
+    Conclude(why);
     Release(why);
   }
   void OnEnd() override { --service_.sessions(); }
 
-  absl::Status Take(v1::EvaluateRequest& request) {
+  // Whether more has to be read before the device has work. It reads on itself when it has done that, maybe before this returns.
+  absl::StatusOr<bool> Take(v1::EvaluateRequest& request) {
     if (request.has_header()) {
       if (header_.has_value()) return RefuseArgument(reason::kBadRequest, "a second header");
       H3_RETURN_IF_ERROR(service_.CheckServing());
@@ -236,29 +248,31 @@ class EvaluateCall final : public StreamCall<v1::EvaluateRequest, v1::EvaluateRe
     } else {
       return RefuseArgument(reason::kBadRequest, "an empty message");
     }
-    if (!assembler_->complete()) return absl::OkStatus();
+    if (!assembler_->complete()) return true;
     std::vector<HostTensor> tensors = ToHostTensors(assembler_->specs(), assembler_->Take());
     assembler_.reset();
-    busy_ = true;
     auto self = std::static_pointer_cast<EvaluateCall>(shared_from_this());
     if (ready_) {
       // An evaluation of an open session is the continuation of accepted work.
       service_.device().Continue([self, tensors = std::move(tensors)]() mutable { self->EvaluateOnDevice(std::move(tensors)); });
-      return absl::OkStatus();
+      return false;
     }
     conditions_.tensors = std::move(tensors);
-    return service_.device().Post([self] { self->OpenOnDevice(); }) ? absl::OkStatus() : QueueFull();
+    posted_ = service_.device().Post([self] { self->OpenOnDevice(); });
+    if (!posted_) return QueueFull();
+    return false;
   }
 
   // The device thread.
   void OpenOnDevice() {
     if (cancel_.IsCancelled()) return;
+    if (const absl::Status health = service_.CheckHealth(); !health.ok()) return End(health);
     const absl::Time begin = absl::Now();
     v1::EvaluateResponse response;
     response.mutable_accepted()->set_task(ToProto(TaskOf(conditions_.layout)));
     service_.metrics().stack_depth.Observe(static_cast<double>(conditions_.stack.size()));
     auto session = service_.engine().OpenSession(std::move(conditions_), std::move(announced_), cancel_);
-    if (!session.ok()) return Fail(session.status());
+    if (!session.ok()) return End(session.status());
     session_ = std::move(*session);
     v1::Accepted& accepted = *response.mutable_accepted();
     accepted.set_partition(ToProto(service_.engine().model().partition));
@@ -269,12 +283,12 @@ class EvaluateCall final : public StreamCall<v1::EvaluateRequest, v1::EvaluateRe
     ready.mutable_ready()->set_prepare_seconds(absl::ToDoubleSeconds(absl::Now() - begin));
     Send(std::move(ready));
     ready_ = true;
-    busy_ = false;
     ReadMore();
   }
 
   void EvaluateOnDevice(std::vector<HostTensor> tensors) {
     if (cancel_.IsCancelled() || session_ == nullptr) return;
+    if (const absl::Status health = service_.CheckHealth(); !health.ok()) return End(health);
     const absl::Time begin = absl::Now();
     EvaluationSpec spec{.index = evaluation_.has_index() ? evaluation_.index() : count_,
                         .factors = {evaluation_.factors().begin(), evaluation_.factors().end()},
@@ -288,11 +302,11 @@ class EvaluateCall final : public StreamCall<v1::EvaluateRequest, v1::EvaluateRe
       } else if (tensor.name == "target_audio_rows") {
         spec.audio = std::move(tensor);
       } else {
-        return Fail(RefuseArgument(reason::kBadTensor, absl::StrCat("tensor ", tensor.name, ": an evaluation has no use for it"), {{"tensor", tensor.name}}));
+        return End(RefuseArgument(reason::kBadTensor, absl::StrCat("tensor ", tensor.name, ": an evaluation has no use for it"), {{"tensor", tensor.name}}));
       }
     }
     auto velocity = session_->Evaluate(spec, cancel_);
-    if (!velocity.ok()) return Fail(velocity.status());
+    if (!velocity.ok()) return End(velocity.status());
     service_.metrics().denoise_steps.Increment();
     const double seconds = absl::ToDoubleSeconds(absl::Now() - begin);
     service_.metrics().step_seconds.Observe(seconds);
@@ -306,26 +320,35 @@ class EvaluateCall final : public StreamCall<v1::EvaluateRequest, v1::EvaluateRe
     Send(std::move(response));
     SendAll(ChunksOf<v1::EvaluateResponse>(std::move(*velocity)));
     ++count_;
-    busy_ = false;
     ReadMore();
   }
 
-  void Fail(const absl::Status& status) {
-    cancel_.Cancel(status.ok() ? absl::InternalError("a session failed without a reason") : status);
-    Release(status);
+  void End(const absl::Status& status) {
+    session_.reset();
+    const absl::Status health = service_.CheckHealth();
+    Conclude(health.ok() ? status : health);
   }
 
-  // Frees the session on the device thread, then ends the call.
+  // From reactions. A refusal does not wait for the device while the device knows nothing of this session.
+  void Fail(const absl::Status& status) {
+    cancel_.Cancel(status);
+    if (posted_) {
+      Release(status);
+    } else {
+      Conclude(status);
+    }
+  }
+
+  // Frees the session on the device thread, then ends the call: who sees it end sees its memory free.
   void Release(const absl::Status& status) {
     auto self = std::static_pointer_cast<EvaluateCall>(shared_from_this());
-    service_.device().Continue([self, status] {
-      self->session_.reset();
-      const absl::Status health = self->service_.CheckHealth();
-      const absl::Status last = health.ok() ? status : health;
-      if (!self->counted_) self->service_.metrics().CountRequest(std::string(CodeName(last.code())));
-      self->counted_ = true;
-      self->Close(last);
-    });
+    service_.device().Continue([self, status] { self->End(status); });
+  }
+
+  // On any thread. The first counts.
+  void Conclude(const absl::Status& status) {
+    if (!counted_.exchange(true)) service_.metrics().CountRequest(std::string(CodeName(status.code())));
+    Close(status);
   }
 
   WorkerService& service_;
@@ -335,13 +358,13 @@ class EvaluateCall final : public StreamCall<v1::EvaluateRequest, v1::EvaluateRe
   Conditions conditions_;
   std::vector<std::pair<float, float>> announced_;
   v1::Evaluation evaluation_;
+  bool posted_ = false;
+  std::atomic<bool> counted_{false};
   // Written by the device thread while no read is outstanding, and by reactions while the device has nothing of this session.
   bool ready_ = false;
-  bool busy_ = false;
   // On the device thread:
   std::unique_ptr<Session> session_;
   int64_t count_ = 0;
-  bool counted_ = false;
 };
 
 }  // namespace

@@ -1,0 +1,86 @@
+"""Fixtures and the closing report of measured errors."""
+
+import collections
+
+import pytest
+
+from h3test import BIN, GOLDEN, ctl
+from h3test.servers import Server
+
+
+def pytest_configure(config):
+    missing = [name for name in ("h3-scheduler", "h3-worker", "h3ctl") if not (BIN / name).exists()]
+    if missing:
+        raise pytest.UsageError(f"{', '.join(missing)} not in {BIN}: build first (./test.sh), or set H3_BIN")
+
+
+class Errors:
+    """Measured errors by topic; the worst of each is shown at the end of the run."""
+
+    def __init__(self):
+        self._values = collections.defaultdict(list)
+
+    def add(self, topic, value):
+        self._values[topic].append(value)
+
+    def lines(self):
+        for topic, values in self._values.items():
+            yield f"{topic:58} {len(values):4} cases, worst relative L2 {max(values):.2e}"
+
+
+ERRORS = Errors()
+
+
+def pytest_terminal_summary(terminalreporter):
+    lines = list(ERRORS.lines())
+    if lines:
+        terminalreporter.section("errors against the float64 golden answers")
+        for line in lines:
+            terminalreporter.write_line(line)
+
+
+@pytest.fixture(scope="session")
+def errors():
+    return ERRORS
+
+
+@pytest.fixture(scope="session")
+def serve():
+    """serve(model, *options) -> Server over tests/golden's adapters; one per distinct argument list, kept to the end of the run."""
+    servers = {}
+
+    def get(model, *options):
+        key = (str(model), *map(str, options))
+        if key not in servers:
+            servers[key] = Server(model, GOLDEN, *options)
+        return servers[key]
+
+    yield get
+    for server in servers.values():
+        server.stop()
+
+
+@pytest.fixture
+def golden_server(serve):
+    """The small full model of tests/golden."""
+    return serve(GOLDEN / "full/model.safetensors")
+
+
+@pytest.fixture
+def fresh_server():
+    """A server of one's own, to be harmed: fresh_server(model, adapters, *options)."""
+    servers = []
+
+    def start(*arguments):
+        servers.append(Server(*arguments))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.stop()
+
+
+@pytest.fixture
+def h3ctl(golden_server):
+    """h3ctl against golden_server; its standard output."""
+    return lambda *arguments: ctl.ok(*arguments, server=golden_server.address)

@@ -1,0 +1,93 @@
+"""Starts h3-scheduler and stops it again, without sleeping for a guessed time."""
+
+import contextlib
+import os
+import pathlib
+import queue
+import re
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+
+from h3test import BIN
+
+READY = re.compile(r"ready grpc=(\S+) metrics=(\S+)\n")
+START_SECONDS = 120
+
+
+def wait_for(condition, what, seconds=30):
+    """The first true value of `condition`, asked again and again; TimeoutError after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"after {seconds} s still not: {what}")
+        time.sleep(0.02)
+    return value
+
+
+class Server:
+    """A running h3-scheduler with its local worker. `address` and `metrics` are HOST:PORT."""
+
+    def __init__(self, model, adapters, *options):
+        self._log = tempfile.NamedTemporaryFile("w+", prefix="h3-scheduler-", suffix=".log")
+        self.process = subprocess.Popen(
+            [BIN / "h3-scheduler", "--model", model, "--adapters", adapters, "--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0", *options],
+            stdout=subprocess.PIPE, stderr=self._log, text=True)
+        # A reader of its own: the pipe never fills, and a program that prints nothing does not hang the tests.
+        self._lines = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+        try:
+            match = READY.fullmatch(self._lines.get(timeout=START_SECONDS))
+            assert match, f"no ready line: {self.log()}"
+        except BaseException:
+            self.process.kill()
+            self.process.wait()
+            raise
+        self.address, self.metrics = match.groups()
+
+    def _read(self):
+        for line in self.process.stdout:
+            self._lines.put(line)
+        self._lines.put("")
+
+    def log(self):
+        return pathlib.Path(self._log.name).read_text()
+
+    def worker_pids(self):
+        """Processes of the worker, as the operating system knows them."""
+        children = []
+        for task in pathlib.Path(f"/proc/{self.process.pid}/task").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                children += map(int, (task / "children").read_text().split())
+        return children
+
+    @property
+    def worker_metrics(self):
+        """Where the latest worker serves its metrics."""
+        return re.findall(r"worker \S+ serves, metrics at (\S+)", self.log())[-1]
+
+    def stop(self):
+        """Drains. Whoever stops a server also learns whether it ended well."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            code = self.process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            raise AssertionError(f"did not drain within 30 s: {self.log()[-4000:]}") from None
+        assert code == 0, f"ended with {code}: {self.log()[-4000:]}"
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.stop()
+
+
+def rss_bytes(pid):
+    """Resident bytes, pages of mapped files included."""
+    pages = int(pathlib.Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
