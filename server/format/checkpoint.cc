@@ -50,6 +50,13 @@ absl::StatusOr<Json> ReadJson(const fs::path& path) {
   return json;
 }
 
+// The text under `key`, or `otherwise` where there is none: a stranger's file may hold anything there.
+std::string TextIn(const Json& json, const char* key, const std::string& otherwise = "") {
+  if (!json.is_object()) return otherwise;
+  const auto found = json.find(key);
+  return found != json.end() && found->is_string() ? found->get<std::string>() : otherwise;
+}
+
 struct RawTensor {
   int file = 0;
   TensorInfo info;
@@ -114,7 +121,10 @@ absl::StatusOr<RawFiles> ReadHeaders(const std::string& path) {
   }
   H3_ASSIGN_OR_RETURN(raw.config, ReadJson(fs::path(path) / "config.json"));
   H3_ASSIGN_OR_RETURN(const std::vector<fs::path> shards, Shards(path));
-  const std::string class_name = raw.config.is_object() ? raw.config.value("_class_name", "") : "";
+  if (raw.config.is_object() && raw.config.contains("_class_name") && !raw.config["_class_name"].is_string()) {
+    return BadCheckpoint(reason::kMalformedFile, "config.json has a _class_name that is no text");
+  }
+  const std::string class_name = TextIn(raw.config, "_class_name");
   const bool diffusers = class_name == "MiniMaxH3Transformer3DModel" ||
                          (class_name.empty() && absl::StartsWith(shards.front().filename().string(), "diffusion_pytorch_model"));
   if (!class_name.empty() && !diffusers && class_name != "MiniMaxH3DiTModel") {
@@ -142,7 +152,7 @@ absl::Status RefuseQuantised(const RawFiles& raw) {
       if (tensor.info.bytes < 4096) {
         H3_ASSIGN_OR_RETURN(const std::string text, ReadBytes(raw.files[static_cast<size_t>(tensor.file)], tensor.info));
         const Json json = Json::parse(text, nullptr, false);
-        if (json.is_object()) format = json.value("format", format);
+        format = TextIn(json, "format", format);
       }
       return BadCheckpoint(reason::kUnsupportedBase,
                            absl::StrCat("layer ", absl::StripSuffix(name, ".comfy_quant"), " is quantised (", format,
@@ -338,8 +348,7 @@ Partition DeclaredPartition(const fs::path& path) {
   for (const fs::path& place : {directory, directory.parent_path()}) {
     const absl::StatusOr<Json> index = ReadJson(place / "model_index.json");
     if (!index.ok() || !index->is_object() || !index->contains("_minimax_h3")) continue;
-    const Json& entry = (*index)["_minimax_h3"];
-    const std::string partition = entry.is_object() ? entry.value("partition", "") : "";
+    const std::string partition = TextIn((*index)["_minimax_h3"], "partition");
     if (absl::EqualsIgnoreCase(partition, "fl2va")) return Partition::kFl2va;
     if (absl::EqualsIgnoreCase(partition, "ref2va")) return Partition::kRef2va;
   }

@@ -55,6 +55,16 @@ std::vector<prometheus::MetricFamily> MemoryCollector::Collect() const {
   }
   families.push_back(std::move(vram));
 
+  prometheus::MetricFamily allocated;
+  allocated.name = "h3_vram_allocated_bytes_total";
+  allocated.help = "Bytes ever allocated, by owner. A strength change adds nothing under base_weights, adapters, materialized and caches.";
+  allocated.type = prometheus::MetricType::Counter;
+  for (int i = 0; i < kOwners; ++i) {
+    const auto owner = static_cast<Owner>(i);
+    Add(allocated, Bytes(now.ledger.added_to(owner)), {device, {"owner", std::string(OwnerName(owner))}});
+  }
+  families.push_back(std::move(allocated));
+
   const auto single = [&](const char* name, const char* help, double value) {
     families.push_back(Gauge(name, help));
     Add(families.back(), value, {device});

@@ -35,6 +35,7 @@ LedgerSnapshot VramLedger::Snapshot() const {
   LedgerSnapshot s;
   for (int i = 0; i < kOwners; ++i) {
     s.owners[i] = ByteCount(live_[i].load(std::memory_order_relaxed));
+    s.added[i] = ByteCount(added_[i].load(std::memory_order_relaxed));
     s.used += s.owners[i];
   }
   s.peak = std::max(s.used, ByteCount(peak_.load(std::memory_order_relaxed)));
@@ -42,10 +43,6 @@ LedgerSnapshot VramLedger::Snapshot() const {
 }
 
 void VramLedger::ResetPeak() { peak_.store(used_.load(std::memory_order_relaxed), std::memory_order_relaxed); }
-
-ByteCount VramLedger::TotalAdded(Owner owner) const {
-  return ByteCount(added_[static_cast<size_t>(owner)].load(std::memory_order_relaxed));
-}
 
 OwnerScope::OwnerScope(Owner owner) : previous_(current_owner) { current_owner = owner; }
 OwnerScope::~OwnerScope() { current_owner = previous_; }

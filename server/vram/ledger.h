@@ -32,10 +32,12 @@ absl::string_view OwnerName(Owner owner);
 
 struct LedgerSnapshot {
   std::array<ByteCount, kOwners> owners{};
+  std::array<ByteCount, kOwners> added{};  // Ever allocated: what a strength change must leave as it is.
   ByteCount used;  // Sum of the owners.
   ByteCount peak;  // Largest `used` since the last ResetPeak.
 
   ByteCount of(Owner owner) const { return owners[static_cast<size_t>(owner)]; }
+  ByteCount added_to(Owner owner) const { return added[static_cast<size_t>(owner)]; }
 };
 
 // Thread-safe; Add, Remove and Snapshot never block or allocate. A snapshot taken while others allocate is consistent with
@@ -49,9 +51,6 @@ class VramLedger {
   LedgerSnapshot Snapshot() const;
   // The next peak counts from now.
   void ResetPeak();
-  // Bytes ever added under an owner: what a strength change must leave as it is.
-  ByteCount TotalAdded(Owner owner) const;
-
   const std::string& device() const { return device_; }
 
  private:

@@ -39,6 +39,16 @@ def pytest_terminal_summary(terminalreporter):
             terminalreporter.write_line(line)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """A failed test shows what the servers had to say."""
+    report = yield
+    if report.failed:
+        for server in Server.running:
+            report.sections.append((f"log of {' '.join(map(str, server.process.args[1:3]))}", server.log()[-2000:]))
+    return report
+
+
 @pytest.fixture(scope="session")
 def errors():
     return ERRORS

@@ -30,6 +30,8 @@ def wait_for(condition, what, seconds=30):
 class Server:
     """A running h3-scheduler with its local worker. `address` and `metrics` are HOST:PORT."""
 
+    running = []  # For the report of a failed test.
+
     def __init__(self, model, adapters, *options):
         self._log = tempfile.NamedTemporaryFile("w+", prefix="h3-scheduler-", suffix=".log")
         self.process = subprocess.Popen(
@@ -46,6 +48,7 @@ class Server:
             self.process.wait()
             raise
         self.address, self.metrics = match.groups()
+        Server.running.append(self)
 
     def _read(self):
         for line in self.process.stdout:
@@ -70,6 +73,7 @@ class Server:
 
     def stop(self):
         """Drains. Whoever stops a server also learns whether it ended well."""
+        Server.running.remove(self)
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:

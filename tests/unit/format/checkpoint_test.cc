@@ -241,6 +241,8 @@ TEST_F(CheckpointTest, TheOfficialRepositorySaysWhichPartitionItIs) {
   const auto checkpoint = OpenChanged([](Tensors&) {});
   ASSERT_TRUE(checkpoint.ok()) << checkpoint.status();
   EXPECT_EQ(checkpoint->partition, Partition::kRef2va);
+  directory_.Write("model_index.json", R"({"_minimax_h3": {"partition": 2}})");
+  EXPECT_EQ(OpenChanged([](Tensors&) {})->partition, Partition::kUnknown);
 }
 
 }  // namespace

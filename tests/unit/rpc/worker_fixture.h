@@ -8,10 +8,12 @@
 #include <chrono>
 #include <memory>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "absl/synchronization/notification.h"
+#include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "h3/v1/worker.grpc.pb.h"
 #include "proto/support/status.h"
@@ -33,6 +35,16 @@ inline std::unique_ptr<grpc::ClientContext> NewContext(absl::Duration timeout = 
   auto context = std::make_unique<grpc::ClientContext>();
   context->set_deadline(std::chrono::system_clock::now() + absl::ToChronoMilliseconds(timeout));
   return context;
+}
+
+// For what nothing announces. False after 20 seconds.
+template <typename Predicate>
+bool Eventually(const Predicate& predicate) {
+  for (int i = 0; i < 20000; ++i) {
+    if (predicate()) return true;
+    absl::SleepFor(absl::Milliseconds(1));
+  }
+  return false;
 }
 
 class WorkerFixture : public ::testing::Test {

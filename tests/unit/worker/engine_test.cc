@@ -1,0 +1,241 @@
+// What requests may do to an engine, and what they may not.
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/empty.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <set>
+
+#include "server/base/error.h"
+#include "server/tensor/counting_allocator.h"
+#include "server/vram/ledger.h"
+#include "server/worker/engine.h"
+#include "tests/testing/golden.h"
+
+namespace h3 {
+namespace {
+
+using testing::GoldenInput;
+using testing::GoldenPath;
+
+using Stack = std::vector<StackEntry>;
+using Answer = std::vector<HostTensor>;
+
+class EngineTest : public ::testing::Test {
+ protected:
+  static void SetUpTestSuite() {
+    engine_ = MakeEngine({.model = GoldenPath("full/model.safetensors"), .adapters = GoldenPath("lora"), .device = "cpu"}).value().release();
+  }
+  static void TearDownTestSuite() { delete engine_; }
+
+  static Conditions ConditionsOf(const GoldenInput& input, const Stack& stack, bool targets) {
+    Conditions conditions{.layout = input.request.layout, .stack = stack};
+    for (const auto& [name, tensor] : input.tensors) {
+      if (name == "text" || name == "text_token_tags" || name.starts_with("condition_") || (targets && name.starts_with("target_"))) {
+        conditions.tensors.push_back(tensor);
+      }
+    }
+    return conditions;
+  }
+  static GenerationSpec SpecOf(const std::string& input, const Stack& stack, int64_t evaluations, std::optional<uint64_t> seed = 7) {
+    GenerationSpec spec{.conditions = ConditionsOf(testing::ReadGoldenInput(input), stack, !seed.has_value()), .seed = seed};
+    spec.schedule = MakeSchedule({.evaluations = evaluations}).value();
+    return spec;
+  }
+  static absl::StatusOr<Answer> Generate(GenerationSpec spec, const CancellationToken& cancel = {}) {
+    auto run = engine_->StartGeneration(std::move(spec));
+    if (!run.ok()) return run.status();
+    for (;;) {
+      const auto done = (*run)->Advance(cancel);
+      if (!done.ok()) return done.status();
+      if (*done) return (*run)->TakeResult();
+    }
+  }
+  static LedgerSnapshot Ledger() { return engine_->Memory().ledger; }
+
+  static Engine* engine_;
+};
+Engine* EngineTest::engine_ = nullptr;
+
+void ExpectSameBits(const Answer& a, const Answer& b) {
+  ASSERT_EQ(a.size(), b.size());
+  for (size_t i = 0; i < a.size(); ++i) EXPECT_EQ(a[i].data, b[i].data) << a[i].name;
+}
+
+TEST_F(EngineTest, ARequestHasTheSameBitsWhateverRanBefore) {
+  const std::vector<Stack> stacks = {{}, {{"turbo_bare", "", 0.7}}, {{"style_bf16", "", -0.4}, {"dora", "", 0.5}, {"turbo_bare", "", 1.1}}, {{"lokr", "", 0.3}}};
+  std::vector<Answer> alone;
+  for (const Stack& stack : stacks) alone.push_back(*Generate(SpecOf("ref2va_mixed", stack, 3)));
+  std::mt19937 random(1);
+  for (int i = 0; i < 24; ++i) {
+    const size_t pick = random() % stacks.size();
+    ExpectSameBits(*Generate(SpecOf("ref2va_mixed", stacks[pick], 3)), alone[pick]);
+  }
+}
+
+TEST_F(EngineTest, LiveBytesComeBackExactly) {
+  const Stack stack = {{"turbo_bare", "", 0.7}, {"dora_columns", "", 0.5}, {"complete_own_table", "", 0.2}};
+  ASSERT_TRUE(Generate(SpecOf("fl2va_first_last", stack, 2)).ok());
+  const LedgerSnapshot before = Ledger();
+  for (int i = 0; i < 5; ++i) ASSERT_TRUE(Generate(SpecOf("fl2va_first_last", stack, 2)).ok());
+  EXPECT_EQ(Ledger().owners, before.owners);
+  EXPECT_EQ(before.of(Owner::kUnattributed), ByteCount(0));
+  EXPECT_EQ(before.of(Owner::kActivations), ByteCount(0));
+}
+
+TEST_F(EngineTest, AThousandStrengthChangesAllocateNothingForAdaptersOrWeights) {
+  ASSERT_TRUE(Generate(SpecOf("t2va", {{"turbo_bare", "", 1}, {"style_bf16", "", 1}}, 1)).ok());
+  const LedgerSnapshot before = Ledger();
+  for (int i = 0; i < 1000; ++i) {
+    const double s = 0.001 * i;
+    ASSERT_TRUE(Generate(SpecOf("t2va", {{"turbo_bare", "", s}, {"style_bf16", "", 1 - s}}, 1)).ok());
+  }
+  const LedgerSnapshot after = Ledger();
+  for (const Owner owner : {Owner::kBaseWeights, Owner::kAdapters, Owner::kMaterialized, Owner::kCaches}) {
+    EXPECT_EQ(after.added_to(owner), before.added_to(owner)) << OwnerName(owner);
+  }
+}
+
+// Sizes of allocations that would be a copy of a target weight, in the base's type or in float32. No activation of this request has one
+// of them.
+std::set<int64_t> WeightSizes(const ModelInfo& model) {
+  std::set<int64_t> sizes;
+  for (const Site& site : Sites(model.geometry)) {
+    if (site.out * site.in > 4096) sizes.insert(site.out * site.in * 4);
+  }
+  return sizes;
+}
+
+int64_t WeightSizedAllocations(const ModelInfo& model, const std::function<void()>& work) {
+  const std::set<int64_t> sizes = WeightSizes(model);
+  int64_t found = 0;
+  SetAllocationObserver([&](ByteCount bytes) { found += sizes.contains(bytes.value()) ? 1 : 0; });
+  work();
+  SetAllocationObserver(nullptr);
+  return found;
+}
+
+TEST_F(EngineTest, NoRequestAllocatesAnythingOfAWeightsSize) {
+  const Stack stack = {{"turbo_bare", "", 0.7}, {"style_bf16", "", -0.4}, {"lokr", "", 0.3}, {"uneven", "", 1}};
+  ASSERT_TRUE(Generate(SpecOf("t2va", stack, 2)).ok());
+  EXPECT_EQ(WeightSizedAllocations(engine_->model(), [&] { ASSERT_TRUE(Generate(SpecOf("t2va", stack, 2)).ok()); }), 0);
+  // The check itself: a merged copy of one target is found.
+  const Geometry& g = engine_->model().geometry;
+  EXPECT_EQ(WeightSizedAllocations(engine_->model(), [&] { at::empty({3 * g.inner(), g.hidden}, at::kFloat); }), 1);
+}
+
+// A caller's own Euler over a session gives what Generate gives, bit for bit: the points need not be known together.
+TEST_F(EngineTest, ASessionsEvaluationsAreThoseOfARun) {
+  const Stack stack = {{"turbo_bare", "", 1.0}};
+  const GenerationSpec spec = SpecOf("t2va", stack, 4, std::nullopt);
+  const Answer run = *Generate(spec);
+  const GoldenInput input = testing::ReadGoldenInput("t2va");
+  auto session = engine_->OpenSession(ConditionsOf(input, stack, false), {}, {});
+  ASSERT_TRUE(session.ok()) << session.status();
+  HostTensor video = input.tensors.at("video_rows"), audio = input.tensors.at("audio_rows");
+  video.name = "target_video_rows";
+  audio.name = "target_audio_rows";
+  const auto step = [](HostTensor& x, const HostTensor& velocity, float sigma, float next) {
+    const float seen = 1.0f - (1.0f - sigma), ratio = next / sigma;
+    std::vector<float> values(x.data.size() / sizeof(float)), v(values.size());
+    std::memcpy(values.data(), x.data.data(), x.data.size());
+    std::memcpy(v.data(), velocity.data.data(), velocity.data.size());
+    for (size_t i = 0; i < values.size(); ++i) {
+      const float denoised = std::fma(seen, v[i], values[i]);
+      values[i] = std::fma(1.0f - ratio, denoised, values[i] * ratio);
+    }
+    std::memcpy(x.data.data(), values.data(), x.data.size());
+  };
+  for (size_t i = 0; i < 4; ++i) {
+    const auto velocity = (*session)->Evaluate({.t_video = 1.0f - spec.schedule.video[i], .t_audio = 1.0f - spec.schedule.audio[i],
+                                                .index = static_cast<int64_t>(i), .video = video, .audio = audio}, {});
+    ASSERT_TRUE(velocity.ok()) << velocity.status();
+    step(video, (*velocity)[0], spec.schedule.video[i], spec.schedule.video[i + 1]);
+    step(audio, (*velocity)[1], spec.schedule.audio[i], spec.schedule.audio[i + 1]);
+  }
+  EXPECT_LE(testing::RelativeL2(testing::Values(video), testing::Values(run[0])), 1e-7);
+  EXPECT_LE(testing::RelativeL2(testing::Values(audio), testing::Values(run[1])), 1e-7);
+}
+
+// With ever more memory, each run is refused cleanly until one fits.
+TEST_F(EngineTest, EveryMemoryBudgetIsRefusedCleanlyUntilOneIsEnough) {
+  const Stack stack = {{"turbo_bare", "", 0.7}, {"dora", "", 0.5}};
+  const Answer want = *Generate(SpecOf("t2va", stack, 2));
+  const LedgerSnapshot before = Ledger();
+  absl::Status last;
+  int refusals = 0;
+  for (int64_t budget = 0; budget < (4 << 20); budget += 4096) {
+    SetAllocationLimit(before.used + ByteCount(budget));
+    auto answer = Generate(SpecOf("t2va", stack, 2));
+    SetAllocationLimit(std::nullopt);
+    ASSERT_EQ(Ledger().owners, before.owners) << budget;
+    last = answer.status();
+    if (last.ok()) {
+      ExpectSameBits(*answer, want);
+      break;
+    }
+    ASSERT_EQ(last.code(), absl::StatusCode::kResourceExhausted) << last;
+    ASSERT_EQ(ReasonOf(last), reason::kVramExceeded);
+    ++refusals;
+  }
+  EXPECT_TRUE(last.ok()) << last;
+  EXPECT_GT(refusals, 3);
+  ExpectSameBits(*Generate(SpecOf("t2va", stack, 2)), want);
+}
+
+TEST_F(EngineTest, ACancelledRunStopsAndReleasesEverything) {
+  ASSERT_TRUE(Generate(SpecOf("t2va", {{"turbo_bare", "", 1}}, 2)).ok());
+  const LedgerSnapshot before = Ledger();
+  CancellationToken cancel;
+  cancel.Cancel(absl::CancelledError("by the test"));
+  const auto answer = Generate(SpecOf("t2va", {{"turbo_bare", "", 1}}, 2), cancel);
+  EXPECT_EQ(answer.status().code(), absl::StatusCode::kCancelled) << answer.status();
+  EXPECT_EQ(Ledger().owners, before.owners);
+}
+
+TEST_F(EngineTest, BadTensorsAreRefusedAndHarmNothing) {
+  const Answer want = *Generate(SpecOf("t2va", {}, 1));
+  const auto refused = [&](const std::function<void(Conditions&)>& spoil) {
+    GenerationSpec spec = SpecOf("t2va", {}, 1);
+    spoil(spec.conditions);
+    const absl::Status status = Generate(std::move(spec)).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    return ReasonOf(status);
+  };
+  const auto tensor = [](Conditions& c, const std::string& name) -> HostTensor& {
+    return *std::find_if(c.tensors.begin(), c.tensors.end(), [&](const HostTensor& t) { return t.name == name; });
+  };
+  EXPECT_EQ(refused([&](Conditions& c) { tensor(c, "text").shape[1] -= 1; }), reason::kBadTensor);
+  EXPECT_EQ(refused([&](Conditions& c) { tensor(c, "text").data.pop_back(); }), reason::kBadTensor);
+  EXPECT_EQ(refused([&](Conditions& c) { tensor(c, "text").dtype = DType::kI64; }), reason::kBadTensor);
+  EXPECT_EQ(refused([&](Conditions& c) { c.tensors.clear(); }), reason::kBadTensor);
+  EXPECT_EQ(refused([&](Conditions& c) { c.tensors.push_back(c.tensors.front()); }), reason::kBadTensor);
+  EXPECT_EQ(refused([&](Conditions& c) { tensor(c, "text_token_tags").data[0] = 2; }), reason::kBadTensor);
+  EXPECT_EQ(refused([&](Conditions& c) {
+              const float nan = std::nanf("");
+              std::memcpy(tensor(c, "text").data.data(), &nan, sizeof(nan));
+            }),
+            reason::kNotFinite);
+  EXPECT_EQ(refused([&](Conditions& c) { c.layout.latent_height = 3; }), reason::kBadLayout);
+  EXPECT_EQ(refused([&](Conditions& c) { c.layout.text_tokens = 1 << 30; }), reason::kBadLayout);
+  ExpectSameBits(*Generate(SpecOf("t2va", {}, 1)), want);
+}
+
+TEST_F(EngineTest, AnAdapterInUseIsNotUnloaded) {
+  auto run = engine_->StartGeneration(SpecOf("t2va", {{"edges_fp32", "", 1}}, 2));
+  ASSERT_TRUE(run.ok());
+  const std::string digest = (*run)->stack().front().digest;
+  EXPECT_EQ(ReasonOf(engine_->UnloadAdapter(digest).status()), reason::kInUse);
+  EXPECT_GT(engine_->Memory().avoided_resident, ByteCount(0));
+  run->reset();
+  EXPECT_TRUE(engine_->UnloadAdapter(digest).ok());
+  EXPECT_EQ(engine_->UnloadAdapter(digest).status().code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(engine_->Memory().avoided_resident, ByteCount(0));
+}
+
+}  // namespace
+}  // namespace h3
