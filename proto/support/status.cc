@@ -13,8 +13,8 @@
 namespace h3 {
 namespace {
 
-// Trailers share a header limit of 8 KiB, beyond which a client gets another error in the place of ours. The text travels twice, once
-// percent-encoded (up to three times as long); the details in base64.
+// Trailers share a header limit of 8 KiB, beyond which a client gets another error in the place of ours. The text travels
+// twice, once percent-encoded (up to three times as long); the details in base64.
 constexpr size_t kMaxText = 1024;
 constexpr size_t kMaxDetail = 512;
 constexpr size_t kMaxDetails = 1536;     // All of them together.
@@ -22,24 +22,42 @@ constexpr size_t kMaxDescription = 128;  // Of a field violation: the whole text
 
 grpc::StatusCode ToGrpcCode(absl::StatusCode code) {
   switch (code) {
-    case absl::StatusCode::kOk: return grpc::StatusCode::OK;
-    case absl::StatusCode::kCancelled: return grpc::StatusCode::CANCELLED;
-    case absl::StatusCode::kUnknown: return grpc::StatusCode::UNKNOWN;
-    case absl::StatusCode::kInvalidArgument: return grpc::StatusCode::INVALID_ARGUMENT;
-    case absl::StatusCode::kDeadlineExceeded: return grpc::StatusCode::DEADLINE_EXCEEDED;
-    case absl::StatusCode::kNotFound: return grpc::StatusCode::NOT_FOUND;
-    case absl::StatusCode::kAlreadyExists: return grpc::StatusCode::ALREADY_EXISTS;
-    case absl::StatusCode::kPermissionDenied: return grpc::StatusCode::PERMISSION_DENIED;
-    case absl::StatusCode::kResourceExhausted: return grpc::StatusCode::RESOURCE_EXHAUSTED;
-    case absl::StatusCode::kFailedPrecondition: return grpc::StatusCode::FAILED_PRECONDITION;
-    case absl::StatusCode::kAborted: return grpc::StatusCode::ABORTED;
-    case absl::StatusCode::kOutOfRange: return grpc::StatusCode::OUT_OF_RANGE;
-    case absl::StatusCode::kUnimplemented: return grpc::StatusCode::UNIMPLEMENTED;
-    case absl::StatusCode::kInternal: return grpc::StatusCode::INTERNAL;
-    case absl::StatusCode::kUnavailable: return grpc::StatusCode::UNAVAILABLE;
-    case absl::StatusCode::kDataLoss: return grpc::StatusCode::DATA_LOSS;
-    case absl::StatusCode::kUnauthenticated: return grpc::StatusCode::UNAUTHENTICATED;
-    default: return grpc::StatusCode::UNKNOWN;
+    case absl::StatusCode::kOk:
+      return grpc::StatusCode::OK;
+    case absl::StatusCode::kCancelled:
+      return grpc::StatusCode::CANCELLED;
+    case absl::StatusCode::kUnknown:
+      return grpc::StatusCode::UNKNOWN;
+    case absl::StatusCode::kInvalidArgument:
+      return grpc::StatusCode::INVALID_ARGUMENT;
+    case absl::StatusCode::kDeadlineExceeded:
+      return grpc::StatusCode::DEADLINE_EXCEEDED;
+    case absl::StatusCode::kNotFound:
+      return grpc::StatusCode::NOT_FOUND;
+    case absl::StatusCode::kAlreadyExists:
+      return grpc::StatusCode::ALREADY_EXISTS;
+    case absl::StatusCode::kPermissionDenied:
+      return grpc::StatusCode::PERMISSION_DENIED;
+    case absl::StatusCode::kResourceExhausted:
+      return grpc::StatusCode::RESOURCE_EXHAUSTED;
+    case absl::StatusCode::kFailedPrecondition:
+      return grpc::StatusCode::FAILED_PRECONDITION;
+    case absl::StatusCode::kAborted:
+      return grpc::StatusCode::ABORTED;
+    case absl::StatusCode::kOutOfRange:
+      return grpc::StatusCode::OUT_OF_RANGE;
+    case absl::StatusCode::kUnimplemented:
+      return grpc::StatusCode::UNIMPLEMENTED;
+    case absl::StatusCode::kInternal:
+      return grpc::StatusCode::INTERNAL;
+    case absl::StatusCode::kUnavailable:
+      return grpc::StatusCode::UNAVAILABLE;
+    case absl::StatusCode::kDataLoss:
+      return grpc::StatusCode::DATA_LOSS;
+    case absl::StatusCode::kUnauthenticated:
+      return grpc::StatusCode::UNAUTHENTICATED;
+    default:
+      return grpc::StatusCode::UNKNOWN;
   }
 }
 
@@ -53,7 +71,12 @@ absl::StatusCode FromGrpcCode(grpc::StatusCode code) {
 // Length of the UTF-8 sequence that `text` starts with; 0 where it starts with none.
 size_t SequenceLength(absl::string_view text) {
   const auto byte = [&](size_t i) { return static_cast<unsigned char>(text[i]); };
-  const size_t length = byte(0) < 0x80 ? 1 : byte(0) < 0xc2 ? 0 : byte(0) < 0xe0 ? 2 : byte(0) < 0xf0 ? 3 : byte(0) < 0xf5 ? 4 : 0;
+  const size_t length = byte(0) < 0x80   ? 1
+                        : byte(0) < 0xc2 ? 0
+                        : byte(0) < 0xe0 ? 2
+                        : byte(0) < 0xf0 ? 3
+                        : byte(0) < 0xf5 ? 4
+                                         : 0;
   if (length > text.size()) return 0;
   for (size_t i = 1; i < length; ++i) {
     if ((byte(i) & 0xc0) != 0x80) return 0;
@@ -64,8 +87,8 @@ size_t SequenceLength(absl::string_view text) {
   return length;
 }
 
-// At most `most` bytes of valid UTF-8 on one line, as protobuf strings and trailers must be: a name from a stranger's file need not
-// be. A byte that fits nowhere becomes "?", a control character a space.
+// At most `most` bytes of valid UTF-8 on one line, as protobuf strings and trailers must be: a name from a stranger's file need
+// not be. A byte that fits nowhere becomes "?", a control character a space.
 std::string CleanText(absl::string_view text, size_t most) {
   std::string clean;
   while (!text.empty()) {
@@ -111,7 +134,8 @@ grpc::Status ToGrpc(const absl::Status& status) {
     if (absl::SimpleAtod(retry->second, &seconds) && seconds >= 0 && seconds < 1e9) {
       google::rpc::RetryInfo info;
       info.mutable_retry_delay()->set_seconds(static_cast<int64_t>(seconds));
-      info.mutable_retry_delay()->set_nanos(static_cast<int32_t>((seconds - static_cast<double>(static_cast<int64_t>(seconds))) * 1e9));
+      info.mutable_retry_delay()->set_nanos(
+          static_cast<int32_t>((seconds - static_cast<double>(static_cast<int64_t>(seconds))) * 1e9));
       rich.add_details()->PackFrom(info);
     }
   }
@@ -143,23 +167,40 @@ absl::Status FromGrpc(const grpc::Status& status) {
 
 absl::string_view CodeName(absl::StatusCode code) {
   switch (code) {
-    case absl::StatusCode::kOk: return "OK";
-    case absl::StatusCode::kCancelled: return "CANCELLED";
-    case absl::StatusCode::kInvalidArgument: return "INVALID_ARGUMENT";
-    case absl::StatusCode::kDeadlineExceeded: return "DEADLINE_EXCEEDED";
-    case absl::StatusCode::kNotFound: return "NOT_FOUND";
-    case absl::StatusCode::kAlreadyExists: return "ALREADY_EXISTS";
-    case absl::StatusCode::kPermissionDenied: return "PERMISSION_DENIED";
-    case absl::StatusCode::kResourceExhausted: return "RESOURCE_EXHAUSTED";
-    case absl::StatusCode::kFailedPrecondition: return "FAILED_PRECONDITION";
-    case absl::StatusCode::kAborted: return "ABORTED";
-    case absl::StatusCode::kOutOfRange: return "OUT_OF_RANGE";
-    case absl::StatusCode::kUnimplemented: return "UNIMPLEMENTED";
-    case absl::StatusCode::kInternal: return "INTERNAL";
-    case absl::StatusCode::kUnavailable: return "UNAVAILABLE";
-    case absl::StatusCode::kDataLoss: return "DATA_LOSS";
-    case absl::StatusCode::kUnauthenticated: return "UNAUTHENTICATED";
-    default: return "UNKNOWN";
+    case absl::StatusCode::kOk:
+      return "OK";
+    case absl::StatusCode::kCancelled:
+      return "CANCELLED";
+    case absl::StatusCode::kInvalidArgument:
+      return "INVALID_ARGUMENT";
+    case absl::StatusCode::kDeadlineExceeded:
+      return "DEADLINE_EXCEEDED";
+    case absl::StatusCode::kNotFound:
+      return "NOT_FOUND";
+    case absl::StatusCode::kAlreadyExists:
+      return "ALREADY_EXISTS";
+    case absl::StatusCode::kPermissionDenied:
+      return "PERMISSION_DENIED";
+    case absl::StatusCode::kResourceExhausted:
+      return "RESOURCE_EXHAUSTED";
+    case absl::StatusCode::kFailedPrecondition:
+      return "FAILED_PRECONDITION";
+    case absl::StatusCode::kAborted:
+      return "ABORTED";
+    case absl::StatusCode::kOutOfRange:
+      return "OUT_OF_RANGE";
+    case absl::StatusCode::kUnimplemented:
+      return "UNIMPLEMENTED";
+    case absl::StatusCode::kInternal:
+      return "INTERNAL";
+    case absl::StatusCode::kUnavailable:
+      return "UNAVAILABLE";
+    case absl::StatusCode::kDataLoss:
+      return "DATA_LOSS";
+    case absl::StatusCode::kUnauthenticated:
+      return "UNAUTHENTICATED";
+    default:
+      return "UNKNOWN";
   }
 }
 

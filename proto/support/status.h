@@ -16,8 +16,8 @@ inline constexpr absl::string_view kErrorDomain = "h3.v1";
 inline constexpr absl::string_view kRetrySecondsDetail = "retry_seconds";  // Also as RetryInfo.
 inline constexpr absl::string_view kFieldDetail = "field";                 // Also as a BadRequest field violation.
 
-// Made valid UTF-8 and cut so that the trailers pass every client: the text at 1024 bytes, a detail at 512, all details at 1536 (in
-// the order of their keys). OK gives OK.
+// Made valid UTF-8 and cut so that the trailers pass every client: the text at 1024 bytes, a detail at 512, all details at 1536
+// (in the order of their keys). OK gives OK.
 grpc::Status ToGrpc(const absl::Status& status);
 
 // The reverse: code, text, reason and details.

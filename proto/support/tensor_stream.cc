@@ -24,30 +24,38 @@ absl::Status BadTensor(absl::string_view name, absl::string_view what) {
 int64_t ElementBytes(v1::DType dtype) {
   switch (dtype) {
     case v1::DTYPE_F64:
-    case v1::DTYPE_I64: return 8;
-    case v1::DTYPE_F32: return 4;
+    case v1::DTYPE_I64:
+      return 8;
+    case v1::DTYPE_F32:
+      return 4;
     case v1::DTYPE_F16:
-    case v1::DTYPE_BF16: return 2;
-    default: return 0;
+    case v1::DTYPE_BF16:
+      return 2;
+    default:
+      return 0;
   }
 }
 
 absl::Status CheckTensorSpecs(const TensorSpecs& specs, int64_t max_bytes) {
   if (specs.size() > kMaxTensors) {
-    return RefuseArgument(reason::kBadTensor, absl::StrCat(specs.size(), " tensors are announced; at most ", kMaxTensors, " are taken"));
+    return RefuseArgument(reason::kBadTensor,
+                          absl::StrCat(specs.size(), " tensors are announced; at most ", kMaxTensors, " are taken"));
   }
   std::set<absl::string_view> names;
   int64_t total = 0;
   for (const v1::TensorSpec& spec : specs) {
     if (spec.name().empty() || spec.name().size() > kMaxNameBytes) {
-      return RefuseArgument(reason::kBadTensor, absl::StrCat("a tensor's name has ", spec.name().size(), " bytes; 1 to ", kMaxNameBytes, " are allowed"));
+      return RefuseArgument(reason::kBadTensor, absl::StrCat("a tensor's name has ", spec.name().size(), " bytes; 1 to ",
+                                                             kMaxNameBytes, " are allowed"));
     }
     if (!names.insert(spec.name()).second) return BadTensor(spec.name(), "announced twice");
     int64_t bytes = ElementBytes(spec.dtype());
     if (bytes == 0) return BadTensor(spec.name(), "has no known dtype");
-    if (spec.shape_size() > kMaxDimensions) return BadTensor(spec.name(), absl::StrCat("has ", spec.shape_size(), " dimensions"));
+    if (spec.shape_size() > kMaxDimensions)
+      return BadTensor(spec.name(), absl::StrCat("has ", spec.shape_size(), " dimensions"));
     for (const int64_t size : spec.shape()) {
-      if (size < 0 || __builtin_mul_overflow(bytes, size, &bytes)) return BadTensor(spec.name(), absl::StrCat("has an impossible size ", size));
+      if (size < 0 || __builtin_mul_overflow(bytes, size, &bytes))
+        return BadTensor(spec.name(), absl::StrCat("has an impossible size ", size));
     }
     if (static_cast<uint64_t>(bytes) != spec.bytes()) {
       return BadTensor(spec.name(), absl::StrCat("announces ", spec.bytes(), " bytes, its shape and dtype make ", bytes));
@@ -61,7 +69,9 @@ absl::Status CheckTensorSpecs(const TensorSpecs& specs, int64_t max_bytes) {
   return absl::OkStatus();
 }
 
-TensorAssembler::TensorAssembler(const TensorSpecs& specs) : specs_(specs.begin(), specs.end()), data_(specs_.size()) { SkipEmpty(); }
+TensorAssembler::TensorAssembler(const TensorSpecs& specs) : specs_(specs.begin(), specs.end()), data_(specs_.size()) {
+  SkipEmpty();
+}
 
 void TensorAssembler::SkipEmpty() {
   while (next_ < specs_.size() && data_[next_].size() == specs_[next_].bytes()) ++next_;
@@ -72,11 +82,12 @@ absl::Status TensorAssembler::Add(const v1::TensorChunk& chunk) {
   const v1::TensorSpec& spec = specs_[next_];
   std::string& data = data_[next_];
   if (chunk.tensor() != next_ || chunk.offset() != data.size()) {
-    return BadTensor(spec.name(), absl::StrCat("a chunk of tensor ", chunk.tensor(), " at ", chunk.offset(), " where tensor ", next_, " at ",
-                                               data.size(), " is next"));
+    return BadTensor(spec.name(), absl::StrCat("a chunk of tensor ", chunk.tensor(), " at ", chunk.offset(), " where tensor ",
+                                               next_, " at ", data.size(), " is next"));
   }
   if (chunk.data().empty() || chunk.data().size() > static_cast<size_t>(kChunkBytes)) {
-    return BadTensor(spec.name(), absl::StrCat("a chunk of ", chunk.data().size(), " bytes; 1 to ", kChunkBytes, " are allowed"));
+    return BadTensor(spec.name(),
+                     absl::StrCat("a chunk of ", chunk.data().size(), " bytes; 1 to ", kChunkBytes, " are allowed"));
   }
   if (chunk.data().size() > spec.bytes() - data.size()) return BadTensor(spec.name(), "a chunk past its end");
   data.append(chunk.data());
@@ -86,7 +97,8 @@ absl::Status TensorAssembler::Add(const v1::TensorChunk& chunk) {
 
 absl::Status TensorAssembler::CheckComplete() const {
   if (complete()) return absl::OkStatus();
-  return BadTensor(specs_[next_].name(), absl::StrCat("only ", data_[next_].size(), " of ", specs_[next_].bytes(), " bytes came"));
+  return BadTensor(specs_[next_].name(),
+                   absl::StrCat("only ", data_[next_].size(), " of ", specs_[next_].bytes(), " bytes came"));
 }
 
 bool ChunkReader::Next(v1::TensorChunk& chunk) {

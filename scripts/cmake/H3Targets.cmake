@@ -53,7 +53,9 @@ function(h3_cc_test)
   target_include_directories(${L_NAME} PRIVATE ${PROJECT_SOURCE_DIR})
   target_link_libraries(${L_NAME} PRIVATE h3_warnings ${L_DEPS} GTest::gmock GTest::gtest_main)
   add_test(NAME ${L_NAME} COMMAND ${L_NAME} WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
-  set_tests_properties(${L_NAME} PROPERTIES LABELS "unit;${L_LABELS}" TIMEOUT 300)
+  set_tests_properties(${L_NAME} PROPERTIES LABELS "unit;${L_LABELS}" TIMEOUT 300
+    # The models of the tests are tiny: threads would only wait for each other, for ever on a busy machine.
+    ENVIRONMENT "OMP_NUM_THREADS=1")
   if("tsan" IN_LIST L_LABELS)
     add_dependencies(h3_tsan_tests ${L_NAME})
   endif()

@@ -64,7 +64,8 @@ absl::StatusOr<ListeningServer> Listen(const std::string& listen, const std::vec
   for (grpc::Service* service : services) builder.RegisterService(service);
   builder.SetMaxReceiveMessageSize(kMaxMessageBytes);
   builder.SetMaxSendMessageSize(kMaxMessageBytes);
-  // A silent minute must not cut a call: pings are welcome every 500 ms (a scheduler's), with or without calls, and dead peers are found.
+  // A silent minute must not cut a call: pings are welcome every 500 ms (a scheduler's), with or without calls, and dead peers
+  // are found.
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 500);
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, 20000);

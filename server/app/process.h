@@ -29,9 +29,9 @@ struct ListeningServer {
   std::string address;  // HOST:PORT or unix:PATH, as it listens.
 };
 
-// `listen`: HOST:PORT (port 0 picks a free one) or unix:PATH. `services`: served beside health and reflection; their full names get
-// a health status of their own. Keepalive, message size and stream limits are set here, alike for both servers. UNAVAILABLE when it cannot
-// listen.
+// `listen`: HOST:PORT (port 0 picks a free one) or unix:PATH. `services`: served beside health and reflection; their full names
+// get a health status of their own. Keepalive, message size and stream limits are set here, alike for both servers. UNAVAILABLE
+// when it cannot listen.
 absl::StatusOr<ListeningServer> Listen(const std::string& listen, const std::vector<grpc::Service*>& services);
 
 // "" and "liveness" follow the process; "readiness" and each service follow `ready`.

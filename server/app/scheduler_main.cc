@@ -4,8 +4,10 @@
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
+#include <atomic>
 #include <chrono>
 #include <filesystem>
+#include <memory>
 #include <optional>
 
 #include "absl/strings/numbers.h"
@@ -34,9 +36,11 @@ struct Flags {
   std::string worker_metrics = "127.0.0.1:0";
   std::string worker_binary;
   std::vector<std::string> workers;
+  std::string worker_dns;
   ModelFlags model;
   SchedulerOptions options;
   std::string max_request = "1GiB";
+  std::string max_buffered = "8GiB";
   double session_idle_seconds = 300;
 };
 
@@ -68,6 +72,22 @@ std::string ReadyField(absl::string_view ready, absl::string_view field) {
     if (absl::ConsumePrefix(&part, field)) return std::string(part);
   }
   return "";
+}
+
+// One worker a device. "cuda:all": what CUDA_VISIBLE_DEVICES leaves of the driver's devices.
+std::vector<std::string> LocalDevices(const std::string& device) {
+  if (device != "cuda:all") return {device};
+  size_t count = 0;
+  if (const char* visible = getenv("CUDA_VISIBLE_DEVICES"); visible != nullptr) {
+    const std::vector<std::string> ids = absl::StrSplit(visible, ',', absl::SkipWhitespace());
+    count = ids.size();
+  } else {
+    std::error_code none;
+    for (fs::directory_iterator it("/proc/driver/nvidia/gpus", none), end; !none && it != end; it.increment(none)) ++count;
+  }
+  std::vector<std::string> devices;
+  for (size_t i = 0; i < count; ++i) devices.push_back(absl::StrCat("cuda:", i));
+  return devices;
 }
 
 int Run(const Flags& flags) {
@@ -102,54 +122,71 @@ int Run(const Flags& flags) {
   SetReady(server, kServices, false);
 
   std::optional<SocketFolder> sockets(std::in_place);
-  std::optional<WorkerProcess> local;
-  absl::Notification first_ready, leave;
-  std::atomic<bool> ready_told{false};
-  if (!flags.model.model.empty()) {
-    const std::string socket = absl::StrCat("unix:", sockets->path(), "/worker-0.sock");
-    const std::shared_ptr<WorkerLink> link = core.AddWorker("local-0");
+  std::vector<std::unique_ptr<WorkerProcess>> local;
+  absl::Notification leave;
+  std::atomic<bool> leaving{false}, any_served{false};
+  std::atomic<size_t> failed_first{0};
+  std::atomic<int> exit_code{0};
+  const auto leave_once = [&](int code) {
+    if (leaving.exchange(true)) return;
+    exit_code.store(code);
+    leave.Notify();
+  };
+  const std::vector<std::string> devices = flags.model.model.empty() ? std::vector<std::string>() : LocalDevices(flags.model.device);
+  for (size_t i = 0; i < devices.size(); ++i) {
+    const std::string name = absl::StrCat("local-", i);
+    const std::string socket = absl::StrCat("unix:", sockets->path(), "/worker-", i, ".sock");
+    const std::shared_ptr<WorkerLink> link = core.AddWorker(name);
     std::vector<std::string> arguments = {"--supervised", "--listen", socket, "--metrics", flags.worker_metrics, "--adapters", flags.options.adapters};
-    for (std::string& argument : flags.model.Arguments(flags.model.device)) arguments.push_back(std::move(argument));
-    local.emplace(WorkerProcessOptions{
+    for (std::string& argument : flags.model.Arguments(devices[i])) arguments.push_back(std::move(argument));
+    local.push_back(std::make_unique<WorkerProcess>(WorkerProcessOptions{
         .binary = flags.worker_binary.empty() ? BesideUs("h3-worker") : flags.worker_binary,
         .arguments = arguments,
         .on_ready =
-            [link, &metrics](const std::string& ready) {
-              spdlog::info("worker local-0 serves, metrics at {}", ReadyField(ready, "metrics="));
+            [link, name, &any_served](const std::string& ready) {
+              spdlog::info("worker {} serves, metrics at {}", name, ReadyField(ready, "metrics="));
+              any_served.store(true);
               link->Connect(ReadyField(ready, "grpc="));
             },
         .on_lost =
-            [link, &metrics](const std::string& how, int restarts, absl::Duration delay) {
-              spdlog::error(absl::StrCat("worker local-0 ", how, "; restart ", restarts + 1, " in ", absl::FormatDuration(delay)));
+            [link, name, &metrics, &any_served, &failed_first, &leave_once, count = devices.size()](const std::string& how, int restarts, absl::Duration delay) {
               link->Disconnect(how);
+              // What has never worked is a wrong flag or a wrong file: say so and leave, instead of trying for ever.
+              if (restarts == 0 && failed_first.fetch_add(1) + 1 == count && !any_served.load()) {
+                spdlog::error(absl::StrCat("worker ", name, " ", how, " and has never served; giving up"));
+                return leave_once(1);
+              }
+              spdlog::error(absl::StrCat("worker ", name, " ", how, "; restart ", restarts + 1, " in ", absl::FormatDuration(delay)));
               link->CountRestart();
               metrics.worker_restarts.Increment();
-            }});
+            }}));
   }
   for (const std::string& address : flags.workers) core.AddWorker(address)->Connect(address);
+  if (!flags.worker_dns.empty()) core.AddWorker(flags.worker_dns)->Connect(absl::StrCat("dns:///", flags.worker_dns));
 
   OnStopSignal([&] {
     SetReady(server, kServices, false);
     core.Drain();
     while (core.Active() > 0) absl::SleepFor(absl::Milliseconds(20));
-    leave.Notify();
+    leave_once(0);
   });
 
   // Readiness follows the workers.
-  bool ready = false;
+  bool ready = false, ready_told = false;
   while (!leave.WaitForNotificationWithTimeout(absl::Milliseconds(50))) {
     const bool now = core.AnyReady() && !core.draining();
     if (now == ready) continue;
     ready = now;
     if (!core.draining()) SetReady(server, kServices, ready);
-    if (ready && !ready_told.exchange(true)) PrintReady(listening->address, (*exposer)->address());
+    if (ready && !ready_told) PrintReady(listening->address, (*exposer)->address());
+    ready_told |= ready;
   }
   server.Shutdown(std::chrono::system_clock::now() + std::chrono::seconds(5));
   for (const auto& worker : core.workers()) worker->Disconnect("the scheduler ends");
-  local.reset();
+  local.clear();
   sockets.reset();
-  spdlog::info("drained");
-  LeaveNow(0);
+  if (exit_code.load() == 0) spdlog::info("drained");
+  LeaveNow(exit_code.load());
 }
 
 }  // namespace
@@ -163,14 +200,19 @@ int main(int argc, char** argv) {
                "and watches a worker on this machine; with --worker it uses workers elsewhere.");
   app.add_option("--listen", flags.listen, "Where clients find it: HOST:PORT (port 0: a free one) or unix:PATH")->capture_default_str();
   app.add_option("--metrics", flags.metrics, "HOST:PORT of /metrics for Prometheus")->capture_default_str();
-  app.add_option("--adapters", flags.options.adapters, "Directory of adapters; a name is a path below it without .safetensors")->capture_default_str();
+  app.add_option("--adapters", flags.options.adapters, "Directory of adapters; a name is a path below it without .safetensors")->check(CLI::ExistingDirectory)
+      ->capture_default_str();
   app.add_option("--worker", flags.workers, "HOST:PORT of an h3-worker elsewhere; may be given several times")->group("Workers");
+  app.add_option("--worker-dns", flags.worker_dns, "NAME:PORT of an h3-worker that a DNS name leads to; one of its addresses is used")->group("Workers");
   app.add_option("--worker-metrics", flags.worker_metrics, "HOST:PORT of the local worker's /metrics")->capture_default_str()->group("Workers");
   app.add_option("--worker-binary", flags.worker_binary, "The h3-worker to start; default: the one beside this program")->group("Workers");
   app.add_option("--queue-capacity", flags.options.queue_capacity, "Requests that may wait; more are refused with QUEUE_FULL")->check(CLI::Range(1, 100000))
       ->capture_default_str()->group("Limits");
   app.add_option("--max-request", flags.max_request, "Bytes of tensors that one request may bring")->capture_default_str()->group("Limits")
       ->check([](const std::string& text) { return h3::ParseBytes(text).ok() ? "" : "not a number of bytes such as 1GiB: " + text; });
+  app.add_option("--max-buffered", flags.max_buffered, "Bytes of tensors of all requests that wait; what does not fit is refused with QUEUE_FULL")
+      ->capture_default_str()->group("Limits")
+      ->check([](const std::string& text) { return h3::ParseBytes(text).ok() ? "" : "not a number of bytes such as 8GiB: " + text; });
   app.add_option("--max-sessions", flags.options.max_sessions_per_worker, "Evaluate sessions per worker")->check(CLI::Range(1, 10000))->capture_default_str()->group("Limits");
   app.add_option("--session-idle", flags.session_idle_seconds, "Seconds after which an idle session is closed")->check(CLI::Range(0.1, 86400.0))
       ->capture_default_str()->group("Limits");
@@ -178,10 +220,15 @@ int main(int argc, char** argv) {
   app.footer("Prints `ready grpc=HOST:PORT metrics=HOST:PORT` when the first worker serves. SIGTERM drains, a second one exits at once.\n"
              "Example: h3-scheduler --model h3-pruned.safetensors --adapters loras");
   CLI11_PARSE(app, argc, argv);
-  if (flags.model.model.empty() == flags.workers.empty()) {
-    std::fprintf(stderr, "give either --model PATH (a worker on this machine) or --worker HOST:PORT\n");
+  if (flags.model.model.empty() == (flags.workers.empty() && flags.worker_dns.empty())) {
+    std::fprintf(stderr, "give either --model PATH (workers on this machine), or --worker HOST:PORT or --worker-dns NAME:PORT\n");
     return 2;
   }
+  if (!flags.model.model.empty() && h3::LocalDevices(flags.model.device).empty()) {
+    std::fprintf(stderr, "--device cuda:all: there is no CUDA device on this machine\n");
+    return 2;
+  }
+  flags.options.max_buffered_bytes = h3::ParseBytes(flags.max_buffered)->value();
   flags.options.max_request_bytes = h3::ParseBytes(flags.max_request)->value();
   flags.options.session_idle = absl::Seconds(flags.session_idle_seconds);
   return h3::Run(flags);

@@ -3,20 +3,24 @@
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
+#include <atomic>
 #include <chrono>
 #include <optional>
 #include <thread>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "server/app/model_flags.h"
 #include "server/app/process.h"
 #include "server/base/bytes.h"
+#include "server/base/check.h"
+#include "server/base/serial_executor.h"
 #include "server/metrics/exposer.h"
 #include "server/metrics/worker_metrics.h"
 #include "server/rpc/worker_service.h"
-#include "server/base/serial_executor.h"
 #include "server/worker/engine.h"
 
 namespace h3 {
@@ -41,7 +45,8 @@ EngineOptions ToEngineOptions(const Flags& flags) {
                         .dtype = flags.model.dtype,
                         .silu_grid = flags.model.silu_grid,
                         .copy_weights = flags.model.weights == "copy"};
-  if (flags.model.partition != "auto") options.checkpoint.partition = flags.model.partition == "fl2va" ? Partition::kFl2va : Partition::kRef2va;
+  if (flags.model.partition != "auto")
+    options.checkpoint.partition = flags.model.partition == "fl2va" ? Partition::kFl2va : Partition::kRef2va;
   if (flags.model.qkv_layout != "auto") {
     options.checkpoint.qkv_layout = flags.model.qkv_layout == "stacked" ? QkvLayout::kStacked : QkvLayout::kInterleaved;
   }
@@ -62,83 +67,95 @@ void LeaveWithParent() {
 
 MemoryGauges ReadGauges(const Engine& engine) {
   const MemoryReport report = engine.Memory();
-  MemoryGauges gauges{report.device, report.total, report.free, report.ledger, report.last_request_peak, report.avoided_resident, report.base_mutations, {}};
+  MemoryGauges gauges{report.device,           report.total,          report.free, report.ledger, report.last_request_peak,
+                      report.avoided_resident, report.base_mutations, {}};
   for (const AdapterResidency& adapter : report.adapters) gauges.adapters.push_back({adapter.name, adapter.bytes});
   return gauges;
 }
 
-int Run(const Flags& flags) {
+// What ends the process: OK for a drain that is done, or a fault. The first counts. Thread-safe.
+class Ending {
+ public:
+  void Tell(absl::Status why) ABSL_LOCKS_EXCLUDED(mu_) {
+    absl::MutexLock lock(&mu_);
+    if (!why_.has_value()) why_ = std::move(why);
+  }
+  absl::Status Wait() ABSL_LOCKS_EXCLUDED(mu_) {
+    const auto told = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return why_.has_value(); };
+    absl::MutexLock lock(&mu_);
+    mu_.Await(absl::Condition(&told));
+    return *why_;
+  }
+
+ private:
+  absl::Mutex mu_;
+  std::optional<absl::Status> why_ ABSL_GUARDED_BY(mu_);
+};
+
+[[noreturn]] void CannotServe(const absl::Status& why) {
+  spdlog::error("cannot serve: {}", why.ToString(absl::StatusToStringMode::kWithNoExtraData));
+  LeaveNow(1);
+}
+
+// On the thread that will own the device.
+absl::StatusOr<std::unique_ptr<Engine>> Load(SerialExecutor& device, const Flags& flags) {
+  spdlog::info("loading {}", flags.model.model);
+  absl::StatusOr<std::unique_ptr<Engine>> engine;
+  absl::Notification done;
+  H3_CHECK(device.Post([&] {
+    engine = MakeEngine(ToEngineOptions(flags));
+    done.Notify();
+  }));
+  done.WaitForNotification();
+  if (engine.ok()) {
+    const ModelInfo& info = (*engine)->model();
+    spdlog::info(absl::StrCat("model ", info.name, " (", ContainerName(info.container), ", ",
+                              info.geometry.pruned() ? "pruned" : "full", ", ", info.dtype, ", partition ",
+                              PartitionName(info.partition), "), ", Human(info.weight_bytes), ", fingerprint ",
+                              info.fingerprint));
+  }
+  return engine;
+}
+
+// Never returns: threads of signals, metrics and gRPC use what stands on its stack until the process is gone.
+[[noreturn]] void Run(const Flags& flags) {
   if (flags.supervised) LeaveWithParent();
-  SerialExecutor device(kDeviceQueue);
-  std::unique_ptr<Engine> engine;
-  absl::Status loaded;
-  {
-    absl::Notification done;
-    spdlog::info("loading {}", flags.model.model);
-    device.Post([&] {
-      auto made = MakeEngine(ToEngineOptions(flags));
-      if (made.ok()) {
-        engine = std::move(*made);
-      } else {
-        loaded = made.status();
-      }
-      done.Notify();
-    });
-    done.WaitForNotification();
-  }
-  if (!loaded.ok()) {
-    spdlog::error("cannot serve: {}", loaded.ToString(absl::StatusToStringMode::kWithNoExtraData));
-    return 1;
-  }
-  const ModelInfo& info = engine->model();
-  spdlog::info(absl::StrCat("model ", info.name, " (", ContainerName(info.container), ", ", info.geometry.pruned() ? "pruned" : "full", ", ", info.dtype,
-                            ", partition ", PartitionName(info.partition), "), ", Human(info.weight_bytes), ", fingerprint ", info.fingerprint));
-
-  auto exposer = MetricsExposer::Create(flags.metrics);
-  if (!exposer.ok()) {
-    spdlog::error(std::string(exposer.status().message()));
-    return 1;
-  }
-  WorkerMetrics metrics((*exposer)->registry());
-  (*exposer)->Add(std::make_shared<MemoryCollector>([&] { return ReadGauges(*engine); }));
-
-  absl::Notification leave;
-  std::optional<absl::Status> fault;
+  Ending ending;
   std::optional<ListeningServer> listening;
-  WorkerService service(*engine, device, metrics, {.on_fault = [&](absl::Status why) {
-    fault = std::move(why);
-    if (!leave.HasBeenNotified()) leave.Notify();
-  }});
-  auto made = Listen(flags.listen, {&service});
-  if (!made.ok()) {
-    spdlog::error(std::string(made.status().message()));
-    return 1;
-  }
+  std::optional<WorkerService> service;
+  std::atomic<bool> serving{false};
+  OnStopSignal([&] {
+    if (!serving.load()) LeaveNow(0);  // Loading takes minutes, and nobody waits for its end any more.
+    SetReady(*listening->server, kServices, false);
+    service->Drain();
+    while (service->Active() > 0) absl::SleepFor(absl::Milliseconds(20));
+    ending.Tell(absl::OkStatus());
+  });
+
+  SerialExecutor device(kDeviceQueue);
+  const auto engine = Load(device, flags);
+  if (!engine.ok()) CannotServe(engine.status());
+  auto exposer = MetricsExposer::Create(flags.metrics);
+  if (!exposer.ok()) CannotServe(exposer.status());
+  WorkerMetrics metrics((*exposer)->registry());
+  (*exposer)->Add(std::make_shared<MemoryCollector>([&] { return ReadGauges(**engine); }));
+  service.emplace(**engine, device, metrics,
+                  WorkerServiceOptions{.on_fault = [&](absl::Status why) { ending.Tell(std::move(why)); }});
+  auto made = Listen(flags.listen, {&*service});
+  if (!made.ok()) CannotServe(made.status());
   listening = std::move(*made);
   SetReady(*listening->server, kServices, true);
-  OnStopSignal([&] {
-    SetReady(*listening->server, kServices, false);
-    service.Drain();
-    while (service.Active() > 0) absl::SleepFor(absl::Milliseconds(20));
-    if (!leave.HasBeenNotified()) leave.Notify();
-  });
+  serving.store(true);
   PrintReady(listening->address, (*exposer)->address());
-  leave.WaitForNotification();
 
+  const absl::Status why = ending.Wait();
   SetReady(*listening->server, kServices, false);
-  if (fault.has_value()) {
-    spdlog::critical(absl::StrCat("fatal fault: ", fault->message()));
-    // What is in flight is told before the process goes.
-    listening->server->Shutdown(std::chrono::system_clock::now() + std::chrono::milliseconds(500));
+  // What is in flight is told before the process goes; after a drain only watchers are left.
+  listening->server->Shutdown(std::chrono::system_clock::now() + std::chrono::milliseconds(500));
+  if (!why.ok()) {
+    spdlog::critical(absl::StrCat("fatal fault: ", why.message()));
     LeaveNow(kExitFault);
   }
-  listening->server->Shutdown(std::chrono::system_clock::now() + std::chrono::seconds(5));
-  absl::Notification gone;
-  device.Post([&] {
-    engine.reset();
-    gone.Notify();
-  });
-  gone.WaitForNotification();
   spdlog::info("drained");
   LeaveNow(0);
 }
@@ -150,15 +167,20 @@ int main(int argc, char** argv) {
   h3::BlockStopSignals();
   h3::SetUpLogging("h3-worker");
   h3::Flags flags;
-  CLI::App app("Serves one resident MiniMax-H3 model on one device to an h3-scheduler. Most people start h3-scheduler --model PATH, which starts its "
-               "workers by itself; run this one where the scheduler is on another machine.");
-  app.add_option("--listen", flags.listen, "Where the scheduler finds it: HOST:PORT (port 0: a free one) or unix:PATH")->capture_default_str();
+  CLI::App app(
+      "Serves one resident MiniMax-H3 model on one device to an h3-scheduler. Most people start h3-scheduler --model PATH, "
+      "which starts its "
+      "workers by itself; run this one where the scheduler is on another machine.");
+  app.add_option("--listen", flags.listen, "Where the scheduler finds it: HOST:PORT (port 0: a free one) or unix:PATH")
+      ->capture_default_str();
   app.add_option("--metrics", flags.metrics, "HOST:PORT of /metrics for Prometheus")->capture_default_str();
-  app.add_option("--adapters", flags.adapters, "Directory of adapters; a name is a path below it without .safetensors")->capture_default_str();
+  app.add_option("--adapters", flags.adapters, "Directory of adapters; a name is a path below it without .safetensors")
+      ->capture_default_str();
   app.add_flag("--supervised", flags.supervised, "Leave when stdin ends (set by the scheduler that starts it)");
   flags.model.AddTo(app, true);
-  app.footer("Prints `ready grpc=HOST:PORT metrics=HOST:PORT` when it serves. SIGTERM drains, a second one exits at once.\n"
-             "Example: h3-worker --model h3-pruned.safetensors --adapters loras --listen 0.0.0.0:50052");
+  app.footer(
+      "Prints `ready grpc=HOST:PORT metrics=HOST:PORT` when it serves. SIGTERM drains, a second one exits at once.\n"
+      "Example: h3-worker --model h3-pruned.safetensors --adapters loras --listen 0.0.0.0:50052");
   CLI11_PARSE(app, argc, argv);
-  return h3::Run(flags);
+  h3::Run(flags);
 }

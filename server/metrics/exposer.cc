@@ -30,7 +30,12 @@ absl::StatusOr<std::unique_ptr<MetricsExposer>> MetricsExposer::Create(const std
 
 MetricsExposer::MetricsExposer(std::unique_ptr<prometheus::Exposer> exposer, std::string address)
     : exposer_(std::move(exposer)), address_(std::move(address)), registry_(std::make_shared<prometheus::Registry>()) {
-  prometheus::BuildGauge().Name("h3_build_info").Help("1, with the version as a label.").Register(*registry_).Add({{"version", H3_VERSION}}).Set(1);
+  prometheus::BuildGauge()
+      .Name("h3_build_info")
+      .Help("1, with the version as a label.")
+      .Register(*registry_)
+      .Add({{"version", H3_VERSION}})
+      .Set(1);
   exposer_->RegisterCollectable(registry_);
 }
 

@@ -56,20 +56,23 @@ BoundSite::BoundSite(const BaseLinear& base, const SiteProgram& program, c10::Sc
   const auto close_step = [&] {
     for (const Group& group : groups) {
       Pair pair{.range = group.range};
-      if (group.ops.size() == 1) {
+      if (group.ops.size() == 1 && group.ops.front()->factors.uniform()) {
         pair.a = group.ops.front()->a.to(compute_);
         pair.b = group.ops.front()->b.to(compute_);
-        pair.factors = group.ops.front()->factors;
+        pair.factor = group.ops.front()->factors.of[0];
       } else {
         std::vector<at::Tensor> a, b, columns;
+        bool uniform = true;
         for (const LowRankOp* op : group.ops) {
+          uniform = uniform && op->factors.uniform();
           a.push_back(op->a.to(compute_));
           b.push_back(op->b.to(compute_));
           columns.push_back(FactorTable(op->factors, op->a.options()).expand({kModalities, op->a.size(0)}));
         }
-        pair.a = at::cat(a);
-        pair.b = at::cat(b, 1);
+        pair.a = a.size() == 1 ? a.front() : at::cat(a);
+        pair.b = b.size() == 1 ? b.front() : at::cat(b, 1);
         pair.columns = at::cat(columns, 1);
+        if (uniform) pair.columns = pair.columns.narrow(0, 0, 1);
       }
       step.pairs.push_back(std::move(pair));
     }
@@ -152,15 +155,8 @@ void BoundSite::ApplyStep(const Step& step, const at::Tensor& x, const RowModali
   for (const Pair& pair : step.pairs) {
     at::Tensor narrow = at::mm(x, pair.a.t());  // [rows, sum of ranks]
     at::Tensor part = y.narrow(1, pair.range.begin, pair.range.count);
-    float factor = 1;
-    if (pair.columns.defined()) {
-      narrow.mul_(rows.tags.defined() ? pair.columns.index_select(0, rows.tags) : pair.columns.narrow(0, rows.uniform, 1));
-    } else if (const auto shared = SharedFactor(pair.factors, rows); shared.has_value()) {
-      factor = *shared;
-    } else {
-      narrow.mul_(ByRow(FactorTable(pair.factors, x.options()), rows));
-    }
-    part.addmm_(narrow, pair.b.t(), 1, factor);
+    if (pair.columns.defined()) narrow.mul_(ByRow(pair.columns, rows));
+    part.addmm_(narrow, pair.b.t(), 1, pair.factor);
   }
   for (const KroneckerOp* op : step.kroneckers) {
     const int64_t i1 = op->w1.size(1), i2 = op->w2.size(1);

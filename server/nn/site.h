@@ -115,8 +115,8 @@ class BoundSite {
     at::Tensor a;        // [sum of ranks, in]
     at::Tensor b;        // [count, sum of ranks]
     OutRange range;
-    Factors factors;     // Of a single pair.
-    at::Tensor columns;  // [3, sum of ranks] factor of each column of A x, where several pairs were joined.
+    float factor = 1;    // Of a single pair whose rows all take the same.
+    at::Tensor columns;  // Otherwise: [1 or 3 (by modality), sum of ranks], the factor of each column of A x.
   };
   // Operations between which no order has to be kept, except that a DoRA operation stands alone.
   struct Step {

@@ -23,6 +23,8 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr absl::string_view kSuffix = ".safetensors";
+constexpr absl::string_view kDigestPrefix = "sha256:";
+constexpr size_t kDigestChars = 64;
 constexpr int64_t kMaxListed = 10'000;
 
 // Hashes the file in pieces, so that a large adapter takes no memory.
@@ -46,16 +48,18 @@ absl::Status Unknown(const std::string& name) {
                 absl::StrCat("no adapter ", name, "; `h3ctl adapters list` shows what there is"), {{"adapter", name}});
 }
 
+// The HEX of "sha256:HEX".
+absl::StatusOr<std::string> ParseDigest(const std::string& name) {
+  const std::string digest = name.substr(kDigestPrefix.size());
+  const bool hex = std::all_of(digest.begin(), digest.end(), [](char c) { return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'f'); });
+  if (digest.size() == kDigestChars && hex) return digest;
+  return RefuseArgument(reason::kUnknownAdapter, "not an adapter name: after sha256: come 64 lower-case hexadecimal digits", {{"adapter", name}});
+}
+
 }  // namespace
 
 absl::StatusOr<std::shared_ptr<const AdapterRegistry::Content>> AdapterRegistry::Read(const std::string& name) {
-  if (absl::StartsWith(name, "sha256:")) {
-    absl::MutexLock lock(&mu_);
-    for (const auto& [known, content] : contents_) {
-      if (absl::StrCat("sha256:", content->digest) == name) return content;
-    }
-    return Unknown(name);
-  }
+  if (absl::StartsWith(name, kDigestPrefix)) return ReadByDigest(name);
   H3_ASSIGN_OR_RETURN(const FileDescriptor file, OpenConfined(directory_, name, kSuffix));
   struct stat info;
   if (fstat(file.get(), &info) != 0) return Unknown(name);
@@ -78,6 +82,31 @@ absl::StatusOr<std::shared_ptr<const AdapterRegistry::Content>> AdapterRegistry:
   absl::MutexLock lock(&mu_);
   contents_[name] = content;
   return std::shared_ptr<const Content>(content);
+}
+
+absl::StatusOr<std::shared_ptr<const AdapterRegistry::Content>> AdapterRegistry::ReadByDigest(const std::string& name) {
+  H3_ASSIGN_OR_RETURN(const std::string digest, ParseDigest(name));
+  {
+    absl::MutexLock lock(&mu_);
+    for (const auto& [known, content] : contents_) {
+      if (content->digest == digest) return content;
+    }
+  }
+  // Perhaps in a file that nobody has named yet: each is read once, then its digest is known.
+  H3_ASSIGN_OR_RETURN(const std::vector<RegisteredAdapter> adapters, List());
+  for (const RegisteredAdapter& adapter : adapters) {
+    if (!adapter.digest.empty()) continue;
+    auto content = Read(adapter.name);
+    if (content.ok() && (*content)->digest == digest) return content;
+  }
+  return Unknown(name);
+}
+
+absl::StatusOr<RegisteredAdapter> AdapterRegistry::Find(const std::string& name) {
+  H3_ASSIGN_OR_RETURN(const auto content, Read(name));
+  return RegisteredAdapter{.name = absl::StartsWith(name, kDigestPrefix) ? NameOf(content->digest) : name,
+                           .digest = content->digest,
+                           .file_bytes = content->signature.bytes};
 }
 
 absl::StatusOr<ResolvedAdapter> AdapterRegistry::Resolve(const StackEntry& entry, size_t index, const BaseFacts& base) {
@@ -125,7 +154,7 @@ absl::StatusOr<std::vector<RegisteredAdapter>> AdapterRegistry::List() {
     std::error_code ignored;
     if (!absl::EndsWith(name, kSuffix) || !it->is_regular_file(ignored)) continue;
     name = std::string(absl::StripSuffix(name, kSuffix));
-    if (!CheckConfinedName(name).ok()) continue;
+    if (!OpenConfined(directory_, name, kSuffix).ok()) continue;  // A link that leaves the directory, or no name.
     if (static_cast<int64_t>(adapters.size()) == kMaxListed) break;
     adapters.push_back({.name = name, .file_bytes = static_cast<int64_t>(it->file_size(ignored))});
   }
@@ -139,7 +168,7 @@ absl::StatusOr<std::vector<RegisteredAdapter>> AdapterRegistry::List() {
 }
 
 absl::StatusOr<std::string> AdapterRegistry::Digest(const std::string& name) {
-  if (absl::StartsWith(name, "sha256:")) return name.substr(7);
+  if (absl::StartsWith(name, kDigestPrefix)) return ParseDigest(name);
   H3_ASSIGN_OR_RETURN(const auto content, Read(name));
   return content->digest;
 }

@@ -36,6 +36,9 @@ class AdapterRegistry {
  public:
   explicit AdapterRegistry(std::string directory) : directory_(std::move(directory)) {}
 
+  // The content that a name stands for. NOT_FOUND / UNKNOWN_ADAPTER, or what is wrong with the name or the file.
+  absl::StatusOr<RegisteredAdapter> Find(const std::string& name) ABSL_LOCKS_EXCLUDED(mu_);
+
   // What a stack entry is on that base: digest pinned, scales and their sources from the header. Refusals as ReadAdapter's, and
   // NOT_FOUND / UNKNOWN_ADAPTER; FAILED_PRECONDITION / BASE_MISMATCH when the entry pins another digest. The message names the entry.
   absl::StatusOr<ResolvedAdapter> Resolve(const StackEntry& entry, size_t index, const BaseFacts& base) ABSL_LOCKS_EXCLUDED(mu_);
@@ -43,7 +46,7 @@ class AdapterRegistry {
   // Every safetensors file below the directory, by name.
   absl::StatusOr<std::vector<RegisteredAdapter>> List() ABSL_LOCKS_EXCLUDED(mu_);
 
-  // The digest of a name's content now, or that `sha256:HEX` names itself.
+  // The digest of a name's content now; HEX of `sha256:HEX`, whether there is such content or not.
   absl::StatusOr<std::string> Digest(const std::string& name) ABSL_LOCKS_EXCLUDED(mu_);
 
   // A name under which content of that digest was read; empty when there is none. Reads no file.
@@ -64,6 +67,7 @@ class AdapterRegistry {
   };
 
   absl::StatusOr<std::shared_ptr<const Content>> Read(const std::string& name) ABSL_LOCKS_EXCLUDED(mu_);
+  absl::StatusOr<std::shared_ptr<const Content>> ReadByDigest(const std::string& name) ABSL_LOCKS_EXCLUDED(mu_);
 
   const std::string directory_;
   absl::Mutex mu_;

@@ -1,3 +1,4 @@
+#include <atomic>
 #include <chrono>
 #include <map>
 #include <memory>
@@ -127,14 +128,13 @@ grpc::ServerUnaryReactor* AdaptersService::LoadAdapter(grpc::CallbackServerConte
   const bool posted = core_.PostFileWork([this, reactor, request, response] {
     const auto workers = ReadyWorkers(core_);
     if (workers.empty()) return reactor->Finish(ToGrpc(NoWorker()));
-    const auto digest = core_.registry().Digest(request->name());
-    if (!digest.ok()) return reactor->Finish(ToGrpc(digest.status()));
+    const auto found = core_.registry().Find(request->name());
+    if (!found.ok()) return reactor->Finish(ToGrpc(found.status()));
     v1::WorkerLoadAdapterRequest load;
-    load.set_digest(*digest);
-    load.set_name(core_.registry().NameOf(*digest));
-    if (load.name().empty()) load.set_name(request->name());
+    load.set_digest(found->digest);
+    load.set_name(found->name);
     Load::Run(workers, load, [](v1::Worker::Stub& stub, grpc::ClientContext* c, const auto* q, auto* r, auto f) { stub.async()->LoadAdapter(c, q, r, std::move(f)); },
-              [reactor, request, response, digest = *digest](std::vector<Load::Answer> answers) {
+              [reactor, request, response, found = *found](std::vector<Load::Answer> answers) {
                 for (const Load::Answer& answer : answers) {
                   if (!answer.status.ok()) return reactor->Finish(ToGrpc(answer.status));
                 }
@@ -142,7 +142,8 @@ grpc::ServerUnaryReactor* AdaptersService::LoadAdapter(grpc::CallbackServerConte
                 response->mutable_resolved()->set_adapter(request->name());
                 v1::Adapter& adapter = *response->mutable_adapter();
                 adapter.set_name(request->name());
-                adapter.set_digest(digest);
+                adapter.set_digest(found.digest);
+                adapter.set_file_bytes(static_cast<uint64_t>(found.file_bytes));
                 adapter.set_bytes(answers.front().response.resolved().bytes());
                 adapter.set_resident(true);
                 reactor->Finish(grpc::Status::OK);

@@ -34,11 +34,13 @@ class EvaluateRelay final : public StreamCall<v1::EvaluateRequest, v1::EvaluateR
  public:
   EvaluateRelay(SchedulerCore& core, grpc::CallbackServerContext* context) : StreamCall(context), core_(core) {}
 
-  void OnWorkerMessage(v1::EvaluateResponse& response) {
+  void OnWorkerMessage(v1::EvaluateResponse& from_worker) {
+    v1::EvaluateResponse response = std::move(from_worker);  // The next read may fill it as soon as more is wanted.
     {
       absl::MutexLock lock(&relay_mu_);
       worker_waits_ = true;
       last_activity_ = absl::Now();
+      if (response.has_ready() || response.has_result()) --owed_answers_;
     }
     // Ours went out when the session was opened; and nobody hears what comes after the end.
     if (response.has_accepted() || Gone()) return ReadMoreFromWorker();
@@ -63,7 +65,8 @@ class EvaluateRelay final : public StreamCall<v1::EvaluateRequest, v1::EvaluateR
   }
 
  private:
-  void OnMessage(v1::EvaluateRequest& request) override {
+  void OnMessage(v1::EvaluateRequest& from_client) override {
+    v1::EvaluateRequest request = std::move(from_client);  // The next read may fill it as soon as more is wanted.
     if (request.has_header()) {
       if (const absl::Status status = Open(request); !status.ok()) Refused(status);
       return;
@@ -78,10 +81,10 @@ class EvaluateRelay final : public StreamCall<v1::EvaluateRequest, v1::EvaluateR
     if (stream == nullptr) return Refused(RefuseArgument(reason::kBadRequest, "a session begins with its header"));
     if (request.has_evaluation()) {
       if (const absl::Status status = CheckTensorSpecs(request.evaluation().tensors(), core_.options().max_request_bytes); !status.ok()) {
-        stream->Cancel();
         return Refused(status);
       }
     }
+    CountOwed(request);
     stream->Send(std::move(request));
   }
   void OnHalfClose() override {
@@ -126,6 +129,8 @@ class EvaluateRelay final : public StreamCall<v1::EvaluateRequest, v1::EvaluateR
       if (start) stream_ = stream;
       client_waits_ = true;
       last_activity_ = absl::Now();
+      owed_answers_ = 1;  // Ready.
+      owed_bytes_ = BytesOf(header_.tensors());
     }
     if (!start) {
       core_.CloseSession(*worker_);
@@ -155,7 +160,23 @@ class EvaluateRelay final : public StreamCall<v1::EvaluateRequest, v1::EvaluateR
     if (stream != nullptr) stream->ReadMore();
   }
 
-  // Ends the session of a client that says nothing for too long: it holds memory that others may need.
+  static int64_t BytesOf(const TensorSpecs& specs) {
+    int64_t bytes = 0;
+    for (const v1::TensorSpec& spec : specs) bytes += static_cast<int64_t>(spec.bytes());
+    return bytes;
+  }
+  void CountOwed(const v1::EvaluateRequest& request) {
+    absl::MutexLock lock(&relay_mu_);
+    if (request.has_evaluation()) {
+      ++owed_answers_;
+      owed_bytes_ += BytesOf(request.evaluation().tensors());
+    } else if (request.has_chunk()) {
+      owed_bytes_ -= static_cast<int64_t>(request.chunk().data().size());
+    }
+  }
+
+  // Ends the session of a client that says nothing for too long: it holds memory that others may need. A client that waits for an
+  // answer, however long that takes, is not idle.
   void WatchIdle(absl::Duration wait) {
     auto alarm = std::make_shared<grpc::Alarm>();
     {
@@ -170,7 +191,8 @@ class EvaluateRelay final : public StreamCall<v1::EvaluateRequest, v1::EvaluateR
       absl::Duration left;
       {
         absl::MutexLock lock(&self->relay_mu_);
-        left = self->last_activity_ + self->core_.options().session_idle - absl::Now();
+        const bool computing = self->owed_answers_ > 0 && self->owed_bytes_ <= 0;
+        left = computing ? self->core_.options().session_idle : self->last_activity_ + self->core_.options().session_idle - absl::Now();
       }
       if (left > absl::ZeroDuration()) return self->WatchIdle(left);
       self->Close(Refuse(absl::StatusCode::kDeadlineExceeded, "SESSION_IDLE",
@@ -212,6 +234,8 @@ class EvaluateRelay final : public StreamCall<v1::EvaluateRequest, v1::EvaluateR
   std::shared_ptr<WorkerEvaluate> stream_ ABSL_GUARDED_BY(relay_mu_);
   std::shared_ptr<grpc::Alarm> idle_alarm_ ABSL_GUARDED_BY(relay_mu_);
   absl::Time last_activity_ ABSL_GUARDED_BY(relay_mu_);
+  int64_t owed_answers_ ABSL_GUARDED_BY(relay_mu_) = 0;  // By the worker: ready, results.
+  int64_t owed_bytes_ ABSL_GUARDED_BY(relay_mu_) = 0;    // By the client: announced, not sent.
   bool worker_waits_ ABSL_GUARDED_BY(relay_mu_) = false;  // For us to read its next message.
   bool client_waits_ ABSL_GUARDED_BY(relay_mu_) = false;
   bool gone_ ABSL_GUARDED_BY(relay_mu_) = false;

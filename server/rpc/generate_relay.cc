@@ -1,4 +1,5 @@
 // Generate of a scheduler: check, resolve, receive, queue, relay.
+#include <atomic>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -39,7 +40,8 @@ class GenerateRelay final : public StreamCall<v1::GenerateRequest, v1::GenerateR
   GenerateRelay(SchedulerCore& core, grpc::CallbackServerContext* context) : StreamCall(context), core_(core), start_(absl::Now()) {}
 
   // From the worker: passed on one by one; the next is read when this one is written.
-  void OnWorkerMessage(v1::GenerateResponse& response) {
+  void OnWorkerMessage(v1::GenerateResponse& from_worker) {
+    v1::GenerateResponse response = std::move(from_worker);  // The next read may fill it as soon as more is wanted.
     {
       absl::MutexLock lock(&relay_mu_);
       want_more_ = true;
@@ -54,11 +56,13 @@ class GenerateRelay final : public StreamCall<v1::GenerateRequest, v1::GenerateR
     Send(std::move(response));
   }
   void OnWorkerEnd(const absl::Status& status) {
-    core_.Finish(id_, status.ok() ? run_seconds_ : std::nullopt);
+    RequestId id = 0;
     {
       absl::MutexLock lock(&relay_mu_);
       stream_ = nullptr;
+      id = id_;
     }
+    core_.Finish(id, status.ok() ? run_seconds_ : std::nullopt);
     End(status);
   }
 
@@ -114,20 +118,23 @@ class GenerateRelay final : public StreamCall<v1::GenerateRequest, v1::GenerateR
   }
   void OnGone(const absl::Status& why) override {
     std::shared_ptr<WorkerGenerate> stream;
+    RequestId id = 0;
     {
       absl::MutexLock lock(&relay_mu_);
       gone_ = true;
       stream = stream_;
+      id = id_;
     }
     core_.metrics().CountCancellation(why.code() == absl::StatusCode::kDeadlineExceeded ? "deadline" : "client");
     if (stream != nullptr) {
       stream->Cancel();
       ReadMoreFromWorker();
-    } else if (id_ != 0) {
-      core_.Withdraw(id_);
+    } else if (id != 0) {
+      core_.Withdraw(id);
     }
     End(why);
   }
+  void OnEnd() override { GiveBuffer(); }
   void OnDrained() override { ReadMoreFromWorker(); }
 
   // After a message was passed on, or when nobody waits for it any more: the worker's stream must be read to its end.
@@ -158,6 +165,10 @@ class GenerateRelay final : public StreamCall<v1::GenerateRequest, v1::GenerateR
       H3_ASSIGN_OR_RETURN(schedule_, ScheduleFromProto(header_.sampling()));
       H3_ASSIGN_OR_RETURN(request_, CheckRequest(core_, header_, header_.sampling().has_noise_from_request(), schedule_.evaluations()));
       if (header_.request_id().size() > kMaxRequestId) return RefuseArgument(reason::kBadRequest, "request_id is longer than 128 characters", {{"field", "request_id"}});
+      int64_t bytes = 0;
+      for (const v1::TensorSpec& spec : header_.tensors()) bytes += static_cast<int64_t>(spec.bytes());
+      H3_RETURN_IF_ERROR(core_.TakeBuffer(bytes));
+      buffered_bytes_ = bytes;
       assembler_.emplace(header_.tensors());
       auto self = std::static_pointer_cast<GenerateRelay>(shared_from_this());
       core_.ResolveStack(request_.stack, request_.base.facts, [self](absl::StatusOr<std::vector<ResolvedAdapter>> resolved) { self->OnResolved(std::move(resolved)); });
@@ -186,8 +197,13 @@ class GenerateRelay final : public StreamCall<v1::GenerateRequest, v1::GenerateR
   absl::Status Submit() {
     submitted_ = true;
     queued_at_ = absl::Now();
-    id_ = core_.NextId();
-    if (header_.request_id().empty()) header_.set_request_id(absl::StrCat("r", id_));
+    const RequestId id = core_.NextId();
+    {
+      absl::MutexLock lock(&relay_mu_);
+      if (gone_) return absl::OkStatus();
+      id_ = id;
+    }
+    if (header_.request_id().empty()) header_.set_request_id(absl::StrCat("r", id));
     v1::GenerateResponse response;
     v1::Accepted& accepted = *response.mutable_accepted();
     accepted.set_request_id(header_.request_id());
@@ -196,17 +212,28 @@ class GenerateRelay final : public StreamCall<v1::GenerateRequest, v1::GenerateR
     for (const float sigma : schedule_.audio) accepted.add_audio_sigmas(sigma);
     data_ = assembler_->Take();
     const double work = PackedRows(request_.layout) * static_cast<double>(schedule_.evaluations());
-    accepted.set_queue_position(static_cast<uint32_t>(core_.dispatcher().queued()));
     auto self = std::static_pointer_cast<GenerateRelay>(shared_from_this());
-    return core_.Submit({id_, ToPriority(header_.priority()), request_.base.fingerprint, work}, self, [&] { Send(std::move(response)); });
+    H3_RETURN_IF_ERROR(core_.Submit({id, ToPriority(header_.priority()), request_.base.fingerprint, work}, self, [&](const Dispatcher::Place& place) {
+      accepted.set_queue_position(place.position);
+      accepted.set_eta_seconds(place.eta_seconds);
+      Send(std::move(response));
+    }));
+    if (Gone()) core_.Withdraw(id);  // It may have left when there was nothing to withdraw yet.
+    return absl::OkStatus();
   }
 
   void SendChunks(WorkerGenerate& stream) {
     std::vector<absl::string_view> views(data_.begin(), data_.end());
     auto reader = std::make_shared<ChunkReader>(std::move(views));
-    auto self = shared_from_this();  // Keeps the bytes.
-    stream.SendAll([self, reader](v1::GenerateRequest& request) { return reader->Next(*request.mutable_chunk()); });
+    auto self = std::static_pointer_cast<GenerateRelay>(shared_from_this());  // Keeps the bytes.
+    stream.SendAll([self, reader](v1::GenerateRequest& request) {
+      if (reader->Next(*request.mutable_chunk())) return true;
+      self->data_.clear();  // The worker has them all: a long run holds no buffer.
+      self->GiveBuffer();
+      return false;
+    });
   }
+  void GiveBuffer() { core_.GiveBuffer(buffered_bytes_.exchange(0)); }
 
   void Refused(const absl::Status& status) {
     if (status.ok()) return;
@@ -234,14 +261,15 @@ class GenerateRelay final : public StreamCall<v1::GenerateRequest, v1::GenerateR
   std::optional<TensorAssembler> assembler_;
   std::vector<ResolvedAdapter> resolved_;
   std::vector<std::string> data_;
+  std::atomic<int64_t> buffered_bytes_{0};
   bool submitted_ = false;
-  RequestId id_ = 0;
   absl::Time queued_at_, assigned_at_;
   std::optional<double> run_seconds_;
   std::string worker_name_;
 
   absl::Mutex relay_mu_;
   std::shared_ptr<WorkerGenerate> stream_ ABSL_GUARDED_BY(relay_mu_);
+  RequestId id_ ABSL_GUARDED_BY(relay_mu_) = 0;
   bool gone_ ABSL_GUARDED_BY(relay_mu_) = false;
   bool want_more_ ABSL_GUARDED_BY(relay_mu_) = false;
   bool counted_ ABSL_GUARDED_BY(relay_mu_) = false;

@@ -59,13 +59,16 @@ class WatchMemoryCall final : public grpc::ServerWriteReactor<v1::WatchMemoryRes
   }
   void OnWriteDone(bool ok) override {
     if (!ok || cancelled_.load()) return FinishOnce();
+    absl::MutexLock lock(&alarm_mu_);  // Its callbacks run elsewhere, never in Set or Cancel.
     alarm_.Set(absl::ToChronoTime(absl::Now() + interval_), [self = shared_from_this()](bool) {
       if (self->cancelled_.load()) return self->FinishOnce();
       self->Next();
     });
+    if (cancelled_.load()) alarm_.Cancel();
   }
   void OnCancel() override {
     cancelled_.store(true);
+    absl::MutexLock lock(&alarm_mu_);
     alarm_.Cancel();
   }
   void OnDone() override { self_.reset(); }
@@ -76,7 +79,8 @@ class WatchMemoryCall final : public grpc::ServerWriteReactor<v1::WatchMemoryRes
   const SchedulerCore& core_;
   const absl::Duration interval_;
   v1::WatchMemoryResponse response_;
-  grpc::Alarm alarm_;
+  absl::Mutex alarm_mu_;
+  grpc::Alarm alarm_ ABSL_GUARDED_BY(alarm_mu_);
   std::shared_ptr<WatchMemoryCall> self_;
   std::atomic<bool> cancelled_{false};
   std::atomic<bool> finished_{false};

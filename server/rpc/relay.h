@@ -23,6 +23,7 @@ inline constexpr int64_t kMaxPackedRows = 1'000'000;
 inline absl::Status FromWorker(const grpc::Status& status, const std::string& worker) {
   absl::Status result = FromGrpc(status);
   if (result.ok() || !ReasonOf(result).empty() || result.code() == absl::StatusCode::kInternal) return result;
+  if (absl::IsDeadlineExceeded(result)) return Refuse(result.code(), reason::kCancelled, "the deadline of the call has passed", {{"worker", worker}});
   return Refuse(absl::StatusCode::kUnavailable, reason::kWorkerLost,
                 absl::StrCat("worker ", worker, " was lost (", result.message(), "); the request can be sent again"),
                 {{"worker", worker}, {"retry_seconds", "1"}});

@@ -87,14 +87,37 @@ void SchedulerCore::ResolveStack(std::vector<StackEntry> stack, BaseFacts base,
   }
 }
 
-absl::Status SchedulerCore::Submit(PendingRequest request, std::shared_ptr<Ticket> ticket, const std::function<void()>& accepted) {
+absl::Status SchedulerCore::TakeBuffer(int64_t bytes) {
+  absl::MutexLock lock(&mu_);
+  if (bytes > options_.max_buffered_bytes - buffered_bytes_) {
+    return Refuse(absl::StatusCode::kResourceExhausted, reason::kQueueFull,
+                  absl::StrCat("the tensors of waiting requests take ", buffered_bytes_, " of ", options_.max_buffered_bytes, " bytes, and ", bytes,
+                               " more do not fit; try again later"),
+                  {{"retry_seconds", "5"}});
+  }
+  buffered_bytes_ += bytes;
+  return absl::OkStatus();
+}
+
+void SchedulerCore::GiveBuffer(int64_t bytes) {
+  absl::MutexLock lock(&mu_);
+  buffered_bytes_ -= bytes;
+}
+
+absl::Status SchedulerCore::Submit(PendingRequest request, std::shared_ptr<Ticket> ticket,
+                                   const std::function<void(const Dispatcher::Place&)>& accepted) {
+  H3_RETURN_IF_ERROR(CheckServing());
   const RequestId id = request.id;
-  H3_RETURN_IF_ERROR(dispatcher_.Submit(std::move(request)));
   {
     absl::MutexLock lock(&mu_);
-    tickets_[id] = std::move(ticket);
+    tickets_[id] = std::move(ticket);  // Before it can be withdrawn.
   }
-  accepted();
+  if (absl::Status status = dispatcher_.Submit(std::move(request)); !status.ok()) {
+    absl::MutexLock lock(&mu_);
+    tickets_.erase(id);
+    return status;
+  }
+  accepted(dispatcher_.PlaceOf(id).value_or(Dispatcher::Place{id}));
   dispatcher_.Release(id);
   Pump();
   return absl::OkStatus();
@@ -200,12 +223,15 @@ size_t SchedulerCore::sessions() const {
 size_t SchedulerCore::Active() const { return dispatcher_.queued() + dispatcher_.running() + sessions(); }
 
 void SchedulerCore::OnWorkerChange(WorkerLink& worker) {
-  if (worker.state() == v1::WORKER_STATE_READY) {
-    dispatcher_.WorkerReady(worker.name(), worker.snapshot()->model().base_fingerprint());
-    Pump();
-  } else {
-    dispatcher_.WorkerGone(worker.name());
+  {
+    absl::MutexLock lock(&mu_);  // Two changes may be told at once: the later one to come here sees the newest state.
+    if (worker.state() == v1::WORKER_STATE_READY) {
+      dispatcher_.WorkerReady(worker.name(), worker.snapshot()->model().base_fingerprint());
+    } else {
+      dispatcher_.WorkerGone(worker.name());
+    }
   }
+  Pump();
 }
 
 }  // namespace h3

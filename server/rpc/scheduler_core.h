@@ -27,6 +27,7 @@ struct SchedulerOptions {
   std::string adapters = ".";
   size_t queue_capacity = 64;
   int64_t max_request_bytes = int64_t{1} << 30;
+  int64_t max_buffered_bytes = int64_t{8} << 30;
   int max_sessions_per_worker = 8;
   absl::Duration session_idle = absl::Minutes(5);
 };
@@ -63,9 +64,15 @@ class SchedulerCore {
   // Resolves a stack on the file thread; `done` runs there. RESOURCE_EXHAUSTED / QUEUE_FULL when too many wait for the disk.
   void ResolveStack(std::vector<StackEntry> stack, BaseFacts base, std::function<void(absl::StatusOr<std::vector<ResolvedAdapter>>)> done);
 
+  // Host memory for the tensors of requests that have not started. RESOURCE_EXHAUSTED / QUEUE_FULL when it would not fit now; what
+  // was taken must be given back.
+  absl::Status TakeBuffer(int64_t bytes) ABSL_LOCKS_EXCLUDED(mu_);
+  void GiveBuffer(int64_t bytes) ABSL_LOCKS_EXCLUDED(mu_);
+
   // Queue. `accepted` runs once the request has its place and before its ticket hears anything; then the ticket is told its
-  // place until it is assigned; Finish gives the worker back.
-  absl::Status Submit(PendingRequest request, std::shared_ptr<Ticket> ticket, const std::function<void()>& accepted) ABSL_LOCKS_EXCLUDED(mu_);
+  // place until it is assigned; Finish gives the worker back. UNAVAILABLE / DRAINING, or RESOURCE_EXHAUSTED / QUEUE_FULL.
+  absl::Status Submit(PendingRequest request, std::shared_ptr<Ticket> ticket, const std::function<void(const Dispatcher::Place&)>& accepted)
+      ABSL_LOCKS_EXCLUDED(mu_);
   // True when it waited and will never be assigned.
   bool Withdraw(RequestId id) ABSL_LOCKS_EXCLUDED(mu_);
   void Finish(RequestId id, std::optional<double> seconds) ABSL_LOCKS_EXCLUDED(mu_);
@@ -110,6 +117,7 @@ class SchedulerCore {
   std::map<WorkerId, std::shared_ptr<WorkerLink>> workers_ ABSL_GUARDED_BY(mu_);
   std::map<RequestId, std::shared_ptr<Ticket>> tickets_ ABSL_GUARDED_BY(mu_);
   std::map<WorkerId, int> sessions_ ABSL_GUARDED_BY(mu_);
+  int64_t buffered_bytes_ ABSL_GUARDED_BY(mu_) = 0;
   SerialExecutor files_;  // Last: its tasks use the rest.
 };
 

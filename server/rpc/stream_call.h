@@ -21,10 +21,11 @@ namespace h3 {
 
 // Owns itself between Start and the end of the call; others hold shared pointers, and what they send after the end is dropped.
 template <typename Request, typename Response>
-class StreamCall : public grpc::ServerBidiReactor<Request, Response>, public std::enable_shared_from_this<StreamCall<Request, Response>> {
+class StreamCall : public grpc::ServerBidiReactor<Request, Response>,
+                   public std::enable_shared_from_this<StreamCall<Request, Response>> {
  public:
-  // What is still to be written: fills in the next message, or returns false when there is none left. Called when the stream has
-  // room, so that a slow reader costs memory for one message only.
+  // What is still to be written: fills in the next message, or returns false when there is none left. Called when the stream
+  // has room, so that a slow reader costs memory for one message only.
   using Source = std::function<bool(Response&)>;
 
   explicit StreamCall(grpc::CallbackServerContext* context) : context_(context) {}
@@ -114,8 +115,9 @@ class StreamCall : public grpc::ServerBidiReactor<Request, Response>, public std
   }
   void OnCancel() final {
     const bool late = context_->deadline() <= std::chrono::system_clock::now();
-    const absl::Status why = late ? Refuse(absl::StatusCode::kDeadlineExceeded, reason::kCancelled, "the deadline of the call has passed")
-                                  : Refuse(absl::StatusCode::kCancelled, reason::kCancelled, "cancelled by the client");
+    const absl::Status why =
+        late ? Refuse(absl::StatusCode::kDeadlineExceeded, reason::kCancelled, "the deadline of the call has passed")
+             : Refuse(absl::StatusCode::kCancelled, reason::kCancelled, "cancelled by the client");
     Close(why);
     OnGone(why);
   }

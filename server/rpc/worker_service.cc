@@ -58,7 +58,8 @@ class WatchCall final : public grpc::ServerWriteReactor<v1::WatchResponse> {
 };
 
 // Runs `work` on the device thread and finishes the call with what it returns.
-grpc::ServerUnaryReactor* OnDevice(WorkerService& service, grpc::CallbackServerContext* context, std::function<absl::Status()> work) {
+grpc::ServerUnaryReactor* OnDevice(WorkerService& service, grpc::CallbackServerContext* context,
+                                   std::function<absl::Status()> work) {
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
   if (const absl::Status serving = service.CheckServing(); !serving.ok()) {
     reactor->Finish(ToGrpc(serving));
@@ -70,14 +71,16 @@ grpc::ServerUnaryReactor* OnDevice(WorkerService& service, grpc::CallbackServerC
     reactor->Finish(ToGrpc(health.ok() ? status : health));
   });
   if (!posted) {
-    reactor->Finish(ToGrpc(Refuse(absl::StatusCode::kResourceExhausted, reason::kQueueFull, "the worker's queue is full", {{"retry_seconds", "1"}})));
+    reactor->Finish(ToGrpc(Refuse(absl::StatusCode::kResourceExhausted, reason::kQueueFull, "the worker's queue is full",
+                                  {{"retry_seconds", "1"}})));
   }
   return reactor;
 }
 
 }  // namespace
 
-grpc::ServerUnaryReactor* WorkerService::LoadAdapter(grpc::CallbackServerContext* context, const v1::WorkerLoadAdapterRequest* request,
+grpc::ServerUnaryReactor* WorkerService::LoadAdapter(grpc::CallbackServerContext* context,
+                                                     const v1::WorkerLoadAdapterRequest* request,
                                                      v1::WorkerLoadAdapterResponse* response) {
   return OnDevice(*this, context, [this, request, response]() -> absl::Status {
     const auto resolved = engine_.LoadAdapter(request->name(), request->digest());
@@ -87,7 +90,8 @@ grpc::ServerUnaryReactor* WorkerService::LoadAdapter(grpc::CallbackServerContext
   });
 }
 
-grpc::ServerUnaryReactor* WorkerService::UnloadAdapter(grpc::CallbackServerContext* context, const v1::WorkerUnloadAdapterRequest* request,
+grpc::ServerUnaryReactor* WorkerService::UnloadAdapter(grpc::CallbackServerContext* context,
+                                                       const v1::WorkerUnloadAdapterRequest* request,
                                                        v1::WorkerUnloadAdapterResponse* response) {
   return OnDevice(*this, context, [this, request, response]() -> absl::Status {
     const auto freed = engine_.UnloadAdapter(request->digest());

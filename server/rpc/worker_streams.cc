@@ -17,7 +17,8 @@ namespace h3 {
 namespace {
 
 absl::Status QueueFull() {
-  return Refuse(absl::StatusCode::kResourceExhausted, reason::kQueueFull, "the worker's queue is full", {{"retry_seconds", "1"}});
+  return Refuse(absl::StatusCode::kResourceExhausted, reason::kQueueFull, "the worker's queue is full",
+                {{"retry_seconds", "1"}});
 }
 
 // Chunks of tensors that stay alive until the last is written.
@@ -37,7 +38,9 @@ std::function<bool(Response&)> ChunksOf(std::vector<HostTensor> tensors) {
 
 class GenerateCall final : public StreamCall<v1::GenerateRequest, v1::GenerateResponse> {
  public:
-  GenerateCall(WorkerService& service, grpc::CallbackServerContext* context) : StreamCall(context), service_(service) { ++service_.running(); }
+  GenerateCall(WorkerService& service, grpc::CallbackServerContext* context) : StreamCall(context), service_(service) {
+    ++service_.running();
+  }
 
  private:
   void OnMessage(v1::GenerateRequest& request) override {
@@ -50,7 +53,8 @@ class GenerateCall final : public StreamCall<v1::GenerateRequest, v1::GenerateRe
   }
   // Only while something is missing: nothing is read once the run is complete.
   void OnHalfClose() override {
-    Conclude(assembler_.has_value() ? assembler_->CheckComplete() : RefuseArgument(reason::kBadRequest, "the call ended before its header"));
+    Conclude(assembler_.has_value() ? assembler_->CheckComplete()
+                                    : RefuseArgument(reason::kBadRequest, "the call ended before its header"));
   }
   void OnGone(const absl::Status& why) override {
     cancel_.Cancel(why);
@@ -199,7 +203,9 @@ class GenerateCall final : public StreamCall<v1::GenerateRequest, v1::GenerateRe
 
 class EvaluateCall final : public StreamCall<v1::EvaluateRequest, v1::EvaluateResponse> {
  public:
-  EvaluateCall(WorkerService& service, grpc::CallbackServerContext* context) : StreamCall(context), service_(service) { ++service_.sessions(); }
+  EvaluateCall(WorkerService& service, grpc::CallbackServerContext* context) : StreamCall(context), service_(service) {
+    ++service_.sessions();
+  }
 
  private:
   void OnMessage(v1::EvaluateRequest& request) override {
@@ -219,7 +225,8 @@ class EvaluateCall final : public StreamCall<v1::EvaluateRequest, v1::EvaluateRe
   }
   void OnEnd() override { --service_.sessions(); }
 
-  // Whether more has to be read before the device has work. It reads on itself when it has done that, maybe before this returns.
+  // Whether more has to be read before the device has work. It reads on itself when it has done that, maybe before this
+  // returns.
   absl::StatusOr<bool> Take(v1::EvaluateRequest& request) {
     if (request.has_header()) {
       if (header_.has_value()) return RefuseArgument(reason::kBadRequest, "a second header");
@@ -254,7 +261,8 @@ class EvaluateCall final : public StreamCall<v1::EvaluateRequest, v1::EvaluateRe
     auto self = std::static_pointer_cast<EvaluateCall>(shared_from_this());
     if (ready_) {
       // An evaluation of an open session is the continuation of accepted work.
-      service_.device().Continue([self, tensors = std::move(tensors)]() mutable { self->EvaluateOnDevice(std::move(tensors)); });
+      service_.device().Continue(
+          [self, tensors = std::move(tensors)]() mutable { self->EvaluateOnDevice(std::move(tensors)); });
       return false;
     }
     conditions_.tensors = std::move(tensors);
@@ -302,7 +310,8 @@ class EvaluateCall final : public StreamCall<v1::EvaluateRequest, v1::EvaluateRe
       } else if (tensor.name == "target_audio_rows") {
         spec.audio = std::move(tensor);
       } else {
-        return End(RefuseArgument(reason::kBadTensor, absl::StrCat("tensor ", tensor.name, ": an evaluation has no use for it"), {{"tensor", tensor.name}}));
+        return End(RefuseArgument(reason::kBadTensor, absl::StrCat("tensor ", tensor.name, ": an evaluation has no use for it"),
+                                  {{"tensor", tensor.name}}));
       }
     }
     auto velocity = session_->Evaluate(spec, cancel_);
@@ -369,13 +378,15 @@ class EvaluateCall final : public StreamCall<v1::EvaluateRequest, v1::EvaluateRe
 
 }  // namespace
 
-grpc::ServerBidiReactor<v1::GenerateRequest, v1::GenerateResponse>* WorkerService::Generate(grpc::CallbackServerContext* context) {
+grpc::ServerBidiReactor<v1::GenerateRequest, v1::GenerateResponse>* WorkerService::Generate(
+    grpc::CallbackServerContext* context) {
   auto call = std::make_shared<GenerateCall>(*this, context);
   call->Start();
   return call.get();
 }
 
-grpc::ServerBidiReactor<v1::EvaluateRequest, v1::EvaluateResponse>* WorkerService::Evaluate(grpc::CallbackServerContext* context) {
+grpc::ServerBidiReactor<v1::EvaluateRequest, v1::EvaluateResponse>* WorkerService::Evaluate(
+    grpc::CallbackServerContext* context) {
   auto call = std::make_shared<EvaluateCall>(*this, context);
   call->Start();
   return call.get();

@@ -27,6 +27,7 @@ namespace h3 {
 namespace {
 
 constexpr int kGraceMs = 10'000;
+constexpr size_t kMaxLine = 4096;
 
 struct Child {
   pid_t pid = -1;
@@ -118,7 +119,7 @@ void WorkerProcess::Supervise() {
 
 std::string WorkerProcess::RunOnce() {
   Child child;
-  if (!Spawn(options_.binary, options_.arguments, child)) return absl::StrCat("cannot start ", options_.binary, ": ", strerror(errno));
+  if (!Spawn(options_.binary, options_.arguments, child)) return absl::StrCat("cannot be started: ", strerror(errno));
   std::string line;
   bool stopping = false;
   absl::Time kill_at = absl::InfiniteFuture();
@@ -134,7 +135,7 @@ std::string WorkerProcess::RunOnce() {
       }
       for (ssize_t i = 0; i < got; ++i) {
         if (buffer[i] != '\n') {
-          line.push_back(buffer[i]);
+          if (line.size() < kMaxLine) line.push_back(buffer[i]);
           continue;
         }
         absl::string_view text = line;

@@ -36,6 +36,8 @@ absl::StatusOr<std::unique_ptr<H3Engine>> H3Engine::Create(const EngineOptions& 
                                           {.device = device, .copy_weights = options.copy_weights, .dtype = dtype, .silu_grid = options.silu_grid}));
   const ResidentModel& model = *engine->resident_;
   engine->store_ = std::make_unique<AdapterStore>(model, options.adapters);
+  // On the CPU nobody but us keeps to --device-memory.
+  if (device.is_cpu()) SetAllocationLimit(options.device_memory);
   H3_ASSIGN_OR_RETURN(engine->capacity_, ProbeDevice(device, ledger.Snapshot().used, options.device_memory));
   engine->info_ = {.fingerprint = model.fingerprint(),
                    .name = checkpoint.name,

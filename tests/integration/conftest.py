@@ -1,10 +1,13 @@
 """Fixtures and the closing report of measured errors."""
 
 import collections
+import subprocess
+import sys
 
+import grpc
 import pytest
 
-from h3test import BIN, GOLDEN, ctl
+from h3test import BIN, GOLDEN, ROOT
 from h3test.servers import Server
 
 
@@ -77,6 +80,21 @@ def golden_server(serve):
 
 
 @pytest.fixture
+def channel(golden_server):
+    with grpc.insecure_channel(golden_server.address) as channel:
+        yield channel
+
+
+@pytest.fixture(scope="session")
+def small_h3(tmp_path_factory):
+    """The demo's files: h3-small.safetensors, adapters/turbo and style, request.safetensors. An evaluation takes long enough to be
+    interrupted."""
+    folder = tmp_path_factory.mktemp("small_h3")
+    subprocess.run([sys.executable, ROOT / "scripts/make_checkpoint.py", "demo", folder], check=True)
+    return folder
+
+
+@pytest.fixture
 def fresh_server():
     """A server of one's own, to be harmed: fresh_server(model, adapters, *options)."""
     servers = []
@@ -88,9 +106,3 @@ def fresh_server():
     yield start
     for server in servers:
         server.stop()
-
-
-@pytest.fixture
-def h3ctl(golden_server):
-    """h3ctl against golden_server; its standard output."""
-    return lambda *arguments: ctl.ok(*arguments, server=golden_server.address)

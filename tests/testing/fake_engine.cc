@@ -14,7 +14,8 @@ namespace {
 constexpr absl::Duration kPatience = absl::Seconds(20);
 
 ResolvedAdapter Resolve(const std::string& name, double strength) {
-  return {.adapter = name, .digest = absl::StrCat("digest-of-", name), .strength = strength, .bytes = ByteCount(100), .modules = 1};
+  return {
+      .adapter = name, .digest = absl::StrCat("digest-of-", name), .strength = strength, .bytes = ByteCount(100), .modules = 1};
 }
 
 std::vector<ResolvedAdapter> Resolve(const std::vector<StackEntry>& stack) {
@@ -59,7 +60,9 @@ class FakeGeneration final : public Generation {
 
 class FakeSession final : public Session {
  public:
-  FakeSession(FakeEngine& engine, const Conditions& conditions) : engine_(engine), stack_(Resolve(conditions.stack)) { engine_.Born(); }
+  FakeSession(FakeEngine& engine, const Conditions& conditions) : engine_(engine), stack_(Resolve(conditions.stack)) {
+    engine_.Born();
+  }
   ~FakeSession() override { engine_.Died(); }
 
   absl::StatusOr<std::vector<HostTensor>> Evaluate(const EvaluationSpec& spec, const CancellationToken& cancel) override {
@@ -80,6 +83,21 @@ FakeEngine::FakeEngine(int64_t result_bytes) : result_bytes_(result_bytes) {
   model_.name = "fake";
   model_.dtype = "float32";
   model_.device = "cpu";
+  // Of tests/golden/full, so that its adapters fit.
+  model_.geometry = {.hidden = 64,
+                     .blocks = 4,
+                     .refiner_blocks = 2,
+                     .heads = 4,
+                     .head_dim = 24,
+                     .ffn = 112,
+                     .video_channels = 4,
+                     .audio_channels = 6,
+                     .text_width = 40,
+                     .time_input = 32,
+                     .time_hidden = 56,
+                     .adaln_width = 28,
+                     .curve_rows = 0,
+                     .rope_frequencies = 3};
   model_.weight_bytes = MiB(1);
 }
 
@@ -140,7 +158,8 @@ absl::StatusOr<std::unique_ptr<Generation>> FakeEngine::StartGeneration(Generati
   return std::make_unique<FakeGeneration>(*this, spec);
 }
 
-absl::StatusOr<std::unique_ptr<Session>> FakeEngine::OpenSession(Conditions conditions, std::vector<std::pair<float, float>> /*announced*/,
+absl::StatusOr<std::unique_ptr<Session>> FakeEngine::OpenSession(Conditions conditions,
+                                                                 std::vector<std::pair<float, float>> /*announced*/,
                                                                  const CancellationToken& /*cancel*/) {
   CheckThread();
   H3_RETURN_IF_ERROR(TakeRefusal());
@@ -158,8 +177,10 @@ absl::StatusOr<ResolvedAdapter> FakeEngine::LoadAdapter(const std::string& name,
 absl::StatusOr<ByteCount> FakeEngine::UnloadAdapter(const std::string& digest) {
   CheckThread();
   absl::MutexLock lock(&mu_);
-  const auto at = std::find_if(resident_.begin(), resident_.end(), [&](const ResolvedAdapter& a) { return a.digest == digest; });
-  if (at == resident_.end()) return Refuse(absl::StatusCode::kNotFound, reason::kUnknownAdapter, "not resident", {{"digest", digest}});
+  const auto at =
+      std::find_if(resident_.begin(), resident_.end(), [&](const ResolvedAdapter& a) { return a.digest == digest; });
+  if (at == resident_.end())
+    return Refuse(absl::StatusCode::kNotFound, reason::kUnknownAdapter, "not resident", {{"digest", digest}});
   const ByteCount freed = at->bytes;
   resident_.erase(at);
   return freed;
@@ -185,7 +206,9 @@ absl::Status FakeEngine::Health() const {
 
 absl::Status FakeEngine::Step(const CancellationToken& cancel) {
   CheckThread();
-  const auto may_go = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return !allowed_.has_value() || *allowed_ > 0 || !health_.ok(); };
+  const auto may_go = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    return !allowed_.has_value() || *allowed_ > 0 || !health_.ok();
+  };
   absl::MutexLock lock(&mu_);
   ++begun_;
   // The token is looked at now and then, as the real engine looks between blocks.

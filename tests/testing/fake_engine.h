@@ -1,10 +1,10 @@
 // An engine that computes nothing: for tests of what stands around one. Deterministic, and stepped by the test.
 //
 // A run or session may be started whatever its layout; it answers the stack as asked for, each adapter with the digest
-// "digest-of-NAME". One Advance is one piece of work, as with the real engine: first the preparation, then one a model evaluation.
-// With HoldSteps, each piece of work (and each Evaluate of a session) first waits for a step that the test has allowed, and like the
-// real engine gives up when it is cancelled. Every [device] method aborts the test program when it is called, or when a run or a
-// session is destroyed, on another thread than the one that first used the engine.
+// "digest-of-NAME". One Advance is one piece of work, as with the real engine: first the preparation, then one a model
+// evaluation. With HoldSteps, each piece of work (and each Evaluate of a session) first waits for a step that the test has
+// allowed, and like the real engine gives up when it is cancelled. Every [device] method aborts the test program when it is
+// called, or when a run or a session is destroyed, on another thread than the one that first used the engine.
 #pragma once
 
 #include <cstdint>

@@ -2,6 +2,7 @@
 
 import json
 import queue
+import re
 
 import grpc
 import numpy as np
@@ -14,7 +15,7 @@ from h3test.protos import generation, generation_grpc, types
 
 CHUNK = 1 << 20
 DTYPES = {np.dtype(np.float32): types.DTYPE_F32, np.dtype(np.int64): types.DTYPE_I64}
-CONDITIONS = ("text", "text_token_tags", "condition_video.", "condition_audio.")
+CONDITION = re.compile(r"text|text_token_tags|condition_(video|audio)\.\d+")
 TARGETS = ("target_video", "target_audio_rows")
 
 
@@ -26,7 +27,7 @@ class RequestFile:
             layout = json.loads(file.metadata()["layout"])
         tensors = load_file(path)
         self.base_sigma = layout["base_sigma"]
-        self.conditions = {name: value for name, value in tensors.items() if name.startswith(CONDITIONS)}
+        self.conditions = {name: value for name, value in tensors.items() if CONDITION.fullmatch(name)}
         self.targets = {name: tensors[name] for name in TARGETS}
         sizes = ("text_tokens", "latent_frames", "latent_height", "latent_width", "audio_latents")
         self.layout = types.Layout(
@@ -72,15 +73,16 @@ class Assembler:
         return {spec.name: np.frombuffer(bytes(data), np.float32).reshape(spec.shape) for data, spec in zip(self._data, self._specs)}
 
 
+def generate_header(request, stack, tensors, **sampling):
+    return generation.GenerateHeader(layout=request.layout, stack=stack, tensors=specs(tensors), sampling=generation.Sampling(**sampling))
+
+
 class Generate:
     """A Generate call. Iterate over it for its events; then `tensors`, and the events by kind."""
 
-    def __init__(self, channel, request, stack=(), *, noise_from_request=False, seed=None, timeout=120, tensors=None, **sampling):
-        if tensors is None:
-            tensors = {**request.conditions, **(request.targets if noise_from_request else {})}
-        start = {"noise_from_request": True} if noise_from_request else {"seed": seed or 0}
-        header = generation.GenerateHeader(layout=request.layout, stack=stack, tensors=specs(tensors),
-                                           sampling=generation.Sampling(**start, **sampling))
+    def __init__(self, channel, request, stack=(), *, timeout=120, **sampling):
+        tensors = {**request.conditions, **(request.targets if "noise_from_request" in sampling else {})}
+        header = generate_header(request, stack, tensors, **sampling)
 
         def messages():
             yield generation.GenerateRequest(header=header)

@@ -28,7 +28,7 @@ def wait_for(condition, what, seconds=30):
 
 
 class Server:
-    """A running h3-scheduler with its local worker. `address` and `metrics` are HOST:PORT."""
+    """A running h3-scheduler with its local worker. `address` and `metrics` are HOST:PORT; `exit_code` is what it should end with."""
 
     running = []  # For the report of a failed test.
 
@@ -36,9 +36,12 @@ class Server:
         self._log = tempfile.NamedTemporaryFile("w+", prefix="h3-scheduler-", suffix=".log")
         self.process = subprocess.Popen(
             [BIN / "h3-scheduler", "--model", model, "--adapters", adapters, "--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0", *options],
-            stdout=subprocess.PIPE, stderr=self._log, text=True)
+            stdout=subprocess.PIPE, stderr=self._log, text=True,
+            # The tests' models are tiny: threads would only wait for each other, for ever on a busy machine.
+            env={"OMP_NUM_THREADS": "1", **os.environ})
         # A reader of its own: the pipe never fills, and a program that prints nothing does not hang the tests.
         self._lines = queue.Queue()
+        self.exit_code = 0
         threading.Thread(target=self._read, daemon=True).start()
         try:
             match = READY.fullmatch(self._lines.get(timeout=START_SECONDS))
@@ -82,7 +85,7 @@ class Server:
             self.process.kill()
             self.process.wait()
             raise AssertionError(f"did not drain within 30 s: {self.log()[-4000:]}") from None
-        assert code == 0, f"ended with {code}: {self.log()[-4000:]}"
+        assert code == self.exit_code, f"ended with {code}: {self.log()[-4000:]}"
 
     def __enter__(self):
         return self

@@ -3,12 +3,12 @@
 #include <sys/stat.h>
 
 #include <filesystem>
-#include <fstream>
 #include <string>
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "server/base/error.h"
+#include "tests/testing/temporary_directory.h"
 
 namespace h3 {
 namespace {
@@ -19,17 +19,11 @@ namespace fs = std::filesystem;
 class ConfinedFileTest : public ::testing::Test {
  protected:
   ConfinedFileTest() {
-    std::string path = ::testing::TempDir() + "h3_confined_XXXXXX";
-    EXPECT_NE(mkdtemp(path.data()), nullptr);
-    root_ = path;
-    fs::create_directories(root_ / "adapters" / "sub");
-    Write("secret", "secret");
-    Write("adapters/a.safetensors", "content");
-    Write("adapters/sub/b", "below");
+    directory_.Write("secret", "secret");
+    directory_.Write("adapters/a.safetensors", "content");
+    directory_.Write("adapters/sub/b", "below");
   }
-  ~ConfinedFileTest() override { fs::remove_all(root_); }
 
-  void Write(const std::string& name, const std::string& content) { std::ofstream(root_ / name) << content; }
   absl::StatusOr<FileDescriptor> Open(const std::string& name) { return OpenConfined((root_ / "adapters").string(), name); }
   absl::StatusOr<std::string> Content(const std::string& name) {
     const auto file = Open(name);
@@ -44,7 +38,8 @@ class ConfinedFileTest : public ::testing::Test {
     EXPECT_THAT(std::string(file.status().message()), ::testing::Not(::testing::HasSubstr(root_.string())));
   }
 
-  fs::path root_;
+  const testing::TemporaryDirectory directory_;
+  const fs::path root_ = directory_.path();
 };
 
 TEST_F(ConfinedFileTest, OpensWhatIsInTheDirectory) {
@@ -70,7 +65,9 @@ TEST_F(ConfinedFileTest, NamesThatAreNoPlainRelativePathsAreRefused) {
 TEST_F(ConfinedFileTest, TheLongestNameHas255Bytes) {
   EXPECT_TRUE(CheckConfinedName(std::string(255, 'a')).ok());
   EXPECT_FALSE(CheckConfinedName(std::string(256, 'a')).ok());
-  EXPECT_TRUE(CheckConfinedName("Stil_\xc3\xbc" "ber alles v2.safetensors").ok());
+  EXPECT_TRUE(CheckConfinedName("Stil_\xc3\xbc"
+                                "ber alles v2.safetensors")
+                  .ok());
 }
 
 TEST_F(ConfinedFileTest, ALookAlikeOfDotsIsANameLikeAnyOther) {
@@ -106,7 +103,7 @@ TEST_F(ConfinedFileTest, DirectoriesAndAbsentFilesAreNotFound) {
 TEST_F(ConfinedFileTest, AnOpenFileStaysWhatItWasWhenItsNameIsReplaced) {
   const auto file = Open("a.safetensors");
   ASSERT_TRUE(file.ok());
-  Write("adapters/new", "another file");
+  directory_.Write("adapters/new", "another file");
   fs::rename(root_ / "adapters" / "new", root_ / "adapters" / "a.safetensors");
   EXPECT_EQ(ReadAll(*file, 1000).value(), "content");
 }

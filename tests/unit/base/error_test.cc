@@ -13,7 +13,8 @@ using ::testing::IsEmpty;
 using ::testing::Pair;
 
 TEST(ErrorTest, ARefusalCarriesCodeReasonMessageAndDetails) {
-  const absl::Status status = Refuse(absl::StatusCode::kResourceExhausted, reason::kQueueFull, "the queue is full", {{"queued", "8"}});
+  const absl::Status status =
+      Refuse(absl::StatusCode::kResourceExhausted, reason::kQueueFull, "the queue is full", {{"queued", "8"}});
   EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
   EXPECT_EQ(status.message(), "the queue is full");
   EXPECT_EQ(ReasonOf(status), "QUEUE_FULL");

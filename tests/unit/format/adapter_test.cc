@@ -13,7 +13,7 @@
 #include "gtest/gtest.h"
 #include "server/base/error.h"
 #include "tests/testing/golden.h"
-#include "tests/unit/format/file_builder.h"
+#include "tests/testing/safetensors_builder.h"
 
 namespace h3 {
 namespace {
@@ -43,7 +43,8 @@ absl::StatusOr<AdapterManifest> Read(const std::string& content, const Geometry&
   return ReadAdapter(*header, read, geometry, options);
 }
 
-absl::StatusOr<AdapterManifest> ReadGolden(const std::string& name, const Geometry& geometry, const IntakeOptions& options = {}) {
+absl::StatusOr<AdapterManifest> ReadGolden(const std::string& name, const Geometry& geometry,
+                                           const IntakeOptions& options = {}) {
   std::ifstream file(GoldenPath(name + ".safetensors"), std::ios::binary);
   EXPECT_TRUE(file.good()) << name;
   return Read({std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()}, geometry, options);
@@ -103,21 +104,20 @@ TEST_P(GoldenAdapters, EveryModuleBecomesATerm) {
   EXPECT_EQ(manifest->curve.has_value(), GetParam().name.rfind("complete", 0) == 0);
 }
 
-INSTANTIATE_TEST_SUITE_P(Lora, GoldenAdapters,
-                         ::testing::Values(GoldenAdapter{"turbo_bare", 29, "reference"}, GoldenAdapter{"turbo_comfy", 29, "reference"},
-                                           GoldenAdapter{"turbo_comfy_alpha4", 29, "reference"},
-                                           GoldenAdapter{"turbo_diffsynth", 29, "diffsynth"},
-                                           GoldenAdapter{"turbo_diffusers", 41, "diffusers"},
-                                           GoldenAdapter{"turbo_kohya_alpha4", 29, "kohya"}, GoldenAdapter{"turbo_peft", 29, "peft"},
-                                           GoldenAdapter{"style_bf16", 16, "reference"},
-                                           GoldenAdapter{"style_fp16_metaalpha", 16, "reference"}, GoldenAdapter{"uneven", 16, "reference"},
-                                           GoldenAdapter{"edges_fp32", 11, "reference"}, GoldenAdapter{"time_embedder", 2, "reference"},
-                                           GoldenAdapter{"split_qkv_ranks", 11, "diffusers"}, GoldenAdapter{"dora", 8, "reference"},
-                                           GoldenAdapter{"dora_columns", 6, "reference"}, GoldenAdapter{"dora_diffusers", 12, "diffusers"},
-                                           GoldenAdapter{"lokr", 4, "reference"}, GoldenAdapter{"complete_fixed_a", 24, "reference", "pruned"},
-                                           GoldenAdapter{"complete_fixed_b_comfy", 16, "reference", "pruned"},
-                                           GoldenAdapter{"complete_own_table", 24, "reference", "pruned"}),
-                         [](const auto& info) { return info.param.name; });
+INSTANTIATE_TEST_SUITE_P(
+    Lora, GoldenAdapters,
+    ::testing::Values(GoldenAdapter{"turbo_bare", 29, "reference"}, GoldenAdapter{"turbo_comfy", 29, "reference"},
+                      GoldenAdapter{"turbo_comfy_alpha4", 29, "reference"}, GoldenAdapter{"turbo_diffsynth", 29, "diffsynth"},
+                      GoldenAdapter{"turbo_diffusers", 41, "diffusers"}, GoldenAdapter{"turbo_kohya_alpha4", 29, "kohya"},
+                      GoldenAdapter{"turbo_peft", 29, "peft"}, GoldenAdapter{"style_bf16", 16, "reference"},
+                      GoldenAdapter{"style_fp16_metaalpha", 16, "reference"}, GoldenAdapter{"uneven", 16, "reference"},
+                      GoldenAdapter{"edges_fp32", 11, "reference"}, GoldenAdapter{"time_embedder", 2, "reference"},
+                      GoldenAdapter{"split_qkv_ranks", 11, "diffusers"}, GoldenAdapter{"dora", 8, "reference"},
+                      GoldenAdapter{"dora_columns", 6, "reference"}, GoldenAdapter{"dora_diffusers", 12, "diffusers"},
+                      GoldenAdapter{"lokr", 4, "reference"}, GoldenAdapter{"complete_fixed_a", 24, "reference", "pruned"},
+                      GoldenAdapter{"complete_fixed_b_comfy", 16, "reference", "pruned"},
+                      GoldenAdapter{"complete_own_table", 24, "reference", "pruned"}),
+    [](const auto& info) { return info.param.name; });
 
 TEST(RejectedAdapterTest, EachHasItsReason) {
   std::ifstream file(GoldenPath("reject/reasons.json"));
@@ -275,8 +275,8 @@ TEST(AdapterNamesTest, NormDifferencesAndOffsetsAreTaken) {
 
 TEST(AdapterPartitionTest, ASectionForEachPartitionGivesTheBaseItsOwn) {
   const int64_t out = 3 * Full().inner(), in = Full().hidden;
-  const std::vector<HostTensor> both = With(Pair("transformer.blocks.0.attn.qkv_proj", out, in, 2),
-                                            Pair("transformer_ref.blocks.0.attn.qkv_proj", out, in, 6));
+  const std::vector<HostTensor> both =
+      With(Pair("transformer.blocks.0.attn.qkv_proj", out, in, 2), Pair("transformer_ref.blocks.0.attn.qkv_proj", out, in, 6));
   const auto ref = Read(BuildSafetensors(both), Full(), {.base_partition = Partition::kRef2va});
   ASSERT_TRUE(ref.ok()) << ref.status();
   ASSERT_EQ(ref->terms.size(), 1u);

@@ -10,7 +10,8 @@
 #include "gtest/gtest.h"
 #include "server/base/error.h"
 #include "tests/testing/golden.h"
-#include "tests/unit/format/file_builder.h"
+#include "tests/testing/safetensors_builder.h"
+#include "tests/testing/temporary_directory.h"
 
 namespace h3 {
 namespace {
@@ -73,9 +74,20 @@ TEST(GoldenCheckpointTest, EveryContainerGivesTheSameModel) {
 TEST(GoldenCheckpointTest, GeometryIsThatOfTheConfig) {
   const auto full = OpenCheckpoint(GoldenPath("full/model.safetensors"));
   ASSERT_TRUE(full.ok()) << full.status();
-  const Geometry expected = {.hidden = 64, .blocks = 4, .refiner_blocks = 2, .heads = 4, .head_dim = 24, .ffn = 112,
-                             .video_channels = 4, .audio_channels = 6, .text_width = 40, .time_input = 32, .time_hidden = 56,
-                             .adaln_width = 28, .curve_rows = 0, .rope_frequencies = 3};
+  const Geometry expected = {.hidden = 64,
+                             .blocks = 4,
+                             .refiner_blocks = 2,
+                             .heads = 4,
+                             .head_dim = 24,
+                             .ffn = 112,
+                             .video_channels = 4,
+                             .audio_channels = 6,
+                             .text_width = 40,
+                             .time_input = 32,
+                             .time_hidden = 56,
+                             .adaln_width = 28,
+                             .curve_rows = 0,
+                             .rope_frequencies = 3};
   EXPECT_EQ(full->geometry, expected);
   EXPECT_FALSE(full->geometry.pruned());
 }
@@ -95,8 +107,10 @@ TEST(GoldenCheckpointTest, DiffusersPartsAreStackedInCanonicalOrder) {
   const auto diffusers = OpenCheckpoint(GoldenPath("full-diffusers"));
   ASSERT_TRUE(diffusers.ok()) << diffusers.status();
   std::vector<std::string> names;
-  for (const StoredRows& piece : diffusers->tensors.at("blocks.0.attn.qkv_proj.weight").pieces) names.push_back(piece.tensor.name);
-  EXPECT_THAT(names, ::testing::ElementsAre(::testing::HasSubstr("to_q"), ::testing::HasSubstr("to_k"), ::testing::HasSubstr("to_v")));
+  for (const StoredRows& piece : diffusers->tensors.at("blocks.0.attn.qkv_proj.weight").pieces)
+    names.push_back(piece.tensor.name);
+  EXPECT_THAT(names,
+              ::testing::ElementsAre(::testing::HasSubstr("to_q"), ::testing::HasSubstr("to_k"), ::testing::HasSubstr("to_v")));
   const auto& fc1 = diffusers->tensors.at("blocks.0.mlp.fc1.weight").pieces;
   ASSERT_EQ(fc1.size(), 2u);
   EXPECT_EQ(fc1[0].row_begin, diffusers->geometry.ffn);  // The gate is the stored second half.
@@ -104,8 +118,8 @@ TEST(GoldenCheckpointTest, DiffusersPartsAreStackedInCanonicalOrder) {
 }
 
 TEST(GoldenCheckpointTest, OptionsDecideRowOrderAndPartition) {
-  const auto checkpoint =
-      OpenCheckpoint(GoldenPath("full/model.safetensors"), {.qkv_layout = QkvLayout::kInterleaved, .partition = Partition::kRef2va});
+  const auto checkpoint = OpenCheckpoint(GoldenPath("full/model.safetensors"),
+                                         {.qkv_layout = QkvLayout::kInterleaved, .partition = Partition::kRef2va});
   ASSERT_TRUE(checkpoint.ok()) << checkpoint.status();
   EXPECT_EQ(checkpoint->qkv_layout, QkvLayout::kInterleaved);
   EXPECT_EQ(checkpoint->partition, Partition::kRef2va);
@@ -156,7 +170,8 @@ TEST_F(CheckpointTest, TensorsThatContradictEachOtherAreAShapeMismatch) {
 }
 
 TEST_F(CheckpointTest, AFileOfSomethingElseIsRefused) {
-  const auto checkpoint = OpenCheckpoint(directory_.Write("other.safetensors", BuildSafetensors({Zeros("encoder.weight", {2, 2})})));
+  const auto checkpoint =
+      OpenCheckpoint(directory_.Write("other.safetensors", BuildSafetensors({Zeros("encoder.weight", {2, 2})})));
   EXPECT_EQ(ReasonOf(checkpoint.status()), reason::kBadTensor);
 }
 

@@ -108,8 +108,14 @@ TEST(LayoutTest, RefusesWhatCannotBePacked) {
   const Reference image{ReferenceKind::kImage, 1, 4, 4, 0};
   const std::vector<std::pair<std::string, std::function<void(Layout&)>>> cases = {
       {"keyframes with references", [&](Layout& l) { l.keyframes = {Keyframe::kFirst}, l.references = {image}; }},
-      {"a keyframe twice", [](Layout& l) { l.keyframes = {Keyframe::kLast, Keyframe::kLast}; }},
-      {"three keyframes", [](Layout& l) { l.keyframes = {Keyframe::kFirst, Keyframe::kLast, Keyframe::kFirst}; }},
+      {"a keyframe twice",
+       [](Layout& l) {
+         l.keyframes = {Keyframe::kLast, Keyframe::kLast};
+       }},
+      {"three keyframes",
+       [](Layout& l) {
+         l.keyframes = {Keyframe::kFirst, Keyframe::kLast, Keyframe::kFirst};
+       }},
       {"no text", [](Layout& l) { l.text_tokens = 0; }},
       {"negative text", [](Layout& l) { l.text_tokens = -1; }},
       {"no sound", [](Layout& l) { l.audio_latents = 0; }},
@@ -118,15 +124,28 @@ TEST(LayoutTest, RefusesWhatCannotBePacked) {
       {"odd width", [](Layout& l) { l.latent_width = 3; }},
       {"negative width", [](Layout& l) { l.latent_width = -2; }},
       {"too many rows", [](Layout& l) { l.latent_frames = 1000; }},
-      {"rows beyond int64", [](Layout& l) { l.latent_frames = kHuge, l.latent_height = kHuge - 1, l.latent_width = kHuge - 1; }},
+      {"rows beyond int64",
+       [](Layout& l) { l.latent_frames = kHuge, l.latent_height = kHuge - 1, l.latent_width = kHuge - 1; }},
       {"text beyond int64", [](Layout& l) { l.text_tokens = kHuge, l.audio_latents = kHuge; }},
       {"image of two frames", [&](Layout& l) { l.references = {image}, l.references[0].latent_frames = 2; }},
       {"image with sound", [&](Layout& l) { l.references = {image}, l.references[0].audio_latents = 1; }},
       {"image of odd size", [&](Layout& l) { l.references = {image}, l.references[0].latent_height = 3; }},
-      {"silent sound", [](Layout& l) { l.references = {{ReferenceKind::kAudio, 0, 0, 0, 0}}; }},
-      {"sound with frames", [](Layout& l) { l.references = {{ReferenceKind::kAudio, 1, 2, 2, 3}}; }},
-      {"video without frames", [](Layout& l) { l.references = {{ReferenceKind::kVideo, 0, 4, 4, 0}}; }},
-      {"video with negative sound", [](Layout& l) { l.references = {{ReferenceKind::kVideo, 1, 4, 4, -1}}; }},
+      {"silent sound",
+       [](Layout& l) {
+         l.references = {{ReferenceKind::kAudio, 0, 0, 0, 0}};
+       }},
+      {"sound with frames",
+       [](Layout& l) {
+         l.references = {{ReferenceKind::kAudio, 1, 2, 2, 3}};
+       }},
+      {"video without frames",
+       [](Layout& l) {
+         l.references = {{ReferenceKind::kVideo, 0, 4, 4, 0}};
+       }},
+      {"video with negative sound",
+       [](Layout& l) {
+         l.references = {{ReferenceKind::kVideo, 1, 4, 4, -1}};
+       }},
   };
   ASSERT_TRUE(CheckLayout(Small(), 1000).ok());
   for (const auto& [name, change] : cases) {
@@ -160,7 +179,8 @@ TEST(LayoutTest, EqualTimestepsShareARow) {
 }
 
 TEST(LayoutTest, APartitionServesItsOwnTasks) {
-  for (const Task task : {Task::kT2va, Task::kFl2va, Task::kRef2va}) EXPECT_TRUE(CheckPartition(task, Partition::kUnknown).ok());
+  for (const Task task : {Task::kT2va, Task::kFl2va, Task::kRef2va})
+    EXPECT_TRUE(CheckPartition(task, Partition::kUnknown).ok());
   EXPECT_TRUE(CheckPartition(Task::kT2va, Partition::kFl2va).ok());
   EXPECT_TRUE(CheckPartition(Task::kFl2va, Partition::kFl2va).ok());
   EXPECT_TRUE(CheckPartition(Task::kRef2va, Partition::kRef2va).ok());
@@ -171,8 +191,9 @@ TEST(LayoutTest, APartitionServesItsOwnTasks) {
 }
 
 TEST(RequestLayoutTest, RefusesWhatIsNotALayout) {
-  for (const char* json : {"", "[]", "null", "{", R"({"text_tokens": "seven"})", R"({"text_tokens": 1.5})", R"({"keyframes": "first"})",
-                           R"({"keyframes": ["middle"]})", R"({"refs": [1]})", R"({"refs": [{"kind": "smell"}]})"}) {
+  for (const char* json :
+       {"", "[]", "null", "{", R"({"text_tokens": "seven"})", R"({"text_tokens": 1.5})", R"({"keyframes": "first"})",
+        R"({"keyframes": ["middle"]})", R"({"refs": [1]})", R"({"refs": [{"kind": "smell"}]})"}) {
     const auto request = ParseRequestLayout(json);
     EXPECT_FALSE(request.ok()) << json;
     EXPECT_EQ(ReasonOf(request.status()), reason::kBadLayout) << json;

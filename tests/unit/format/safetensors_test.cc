@@ -6,7 +6,8 @@
 #include "gtest/gtest.h"
 #include "server/base/error.h"
 #include "tests/testing/golden.h"
-#include "tests/unit/format/file_builder.h"
+#include "tests/testing/safetensors_builder.h"
+#include "tests/testing/temporary_directory.h"
 
 namespace h3 {
 namespace {
@@ -49,7 +50,8 @@ std::vector<Malformed> MalformedFiles() {
       {"LengthAboveTheCap", WithLength(static_cast<uint64_t>(kMaxHeaderBytes) + 1, "{}")},
       {"LengthBeyondTheFile", WithLength(3, "{}")},
       {"LengthZero", WithLength(0, "{}")},
-      {"NotUtf8", RawSafetensors("{\"\xff\xfe\":{\"dtype\":\"F32\",\"shape\":[],\"data_offsets\":[0,4]}}", std::string(4, '\0'))},
+      {"NotUtf8",
+       RawSafetensors("{\"\xff\xfe\":{\"dtype\":\"F32\",\"shape\":[],\"data_offsets\":[0,4]}}", std::string(4, '\0'))},
       {"NotJson", RawSafetensors("{nonsense")},
       {"TextAfterTheObject", RawSafetensors("{}{}")},
       {"ArrayAtTop", RawSafetensors("[]")},
@@ -108,7 +110,8 @@ INSTANTIATE_TEST_SUITE_P(D3, MalformedSafetensors, ::testing::ValuesIn(Malformed
                          [](const auto& info) { return info.param.name; });
 
 TEST(SafetensorsTest, ReadsTensorsByNameWithTheirPlaceInTheFile) {
-  const std::string file = BuildSafetensors({Zeros("b", {2, 3}, DType::kBF16), Zeros("a", {}, DType::kF64)}, {{"format", "pt"}});
+  const std::string file =
+      BuildSafetensors({Zeros("b", {2, 3}, DType::kBF16), Zeros("a", {}, DType::kF64)}, {{"format", "pt"}});
   const auto header = Parse(file);
   ASSERT_TRUE(header.ok()) << header.status();
   ASSERT_EQ(header->tensors.size(), 2u);
@@ -130,9 +133,7 @@ TEST(SafetensorsTest, TensorsWithoutElementsAreSound) {
   EXPECT_EQ(header->Find("a")->bytes, 0);
 }
 
-TEST(SafetensorsTest, SpacesThatPadTheHeaderAreSound) {
-  EXPECT_TRUE(Parse(RawSafetensors("{}   ")).ok());
-}
+TEST(SafetensorsTest, SpacesThatPadTheHeaderAreSound) { EXPECT_TRUE(Parse(RawSafetensors("{}   ")).ok()); }
 
 TEST(SafetensorsTest, NamesTheTensorThatIsWrong) {
   const auto header = Parse(OneEntry(R"({"dtype":"F32","shape":[2],"data_offsets":[0,4]})"));

@@ -158,11 +158,10 @@ class WorkerFixture : public ::testing::Test {
   WorkerMetrics metrics{registry};
   absl::Notification faulted;
   absl::Status fault;  // Once `faulted`.
-  WorkerService service{engine, device, metrics,
-                        {.max_request_bytes = kMaxRequestBytes, .on_fault = [this](absl::Status why) {
-                           fault = std::move(why);
-                           faulted.Notify();  // Twice would abort.
-                         }}};
+  WorkerService service{engine, device, metrics, {.max_request_bytes = kMaxRequestBytes, .on_fault = [this](absl::Status why) {
+                                                    fault = std::move(why);
+                                                    faulted.Notify();  // Twice would abort.
+                                                  }}};
   std::unique_ptr<grpc::Server> server;
   std::unique_ptr<v1::Worker::Stub> stub;
 };

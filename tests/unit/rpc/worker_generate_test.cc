@@ -116,7 +116,8 @@ TEST_F(WorkerGenerateTest, ABadHeaderIsRefusedBeforeAChunkIsRead) {
     absl::string_view reason;
   };
   std::vector<Case> cases;
-  const auto add = [&](const char* name, absl::string_view reason, absl::StatusCode code, const std::function<void(v1::GenerateHeader&)>& spoil) {
+  const auto add = [&](const char* name, absl::string_view reason, absl::StatusCode code,
+                       const std::function<void(v1::GenerateHeader&)>& spoil) {
     cases.push_back({name, GenerateHeader(2), code, reason});
     spoil(*cases.back().header.mutable_header());
   };
@@ -125,7 +126,8 @@ TEST_F(WorkerGenerateTest, ABadHeaderIsRefusedBeforeAChunkIsRead) {
   add("overflow", reason::kBadTensor, kInvalid, [](auto& h) { h.mutable_tensors(0)->set_shape(0, int64_t{1} << 62); });
   add("dtype", reason::kBadTensor, kInvalid, [](auto& h) { h.mutable_tensors(0)->set_dtype(static_cast<v1::DType>(99)); });
   add("twice", reason::kBadTensor, kInvalid, [](auto& h) { *h.add_tensors() = h.tensors(0); });
-  add("huge", reason::kBadTensor, absl::StatusCode::kResourceExhausted, [](auto& h) { *h.mutable_tensors(0) = Spec("text", kMaxRequestBytes / 4 + 1); });
+  add("huge", reason::kBadTensor, absl::StatusCode::kResourceExhausted,
+      [](auto& h) { *h.mutable_tensors(0) = Spec("text", kMaxRequestBytes / 4 + 1); });
   add("nan strength", reason::kBadStrength, kInvalid, [](auto& h) {
     h.add_stack()->set_adapter("a");
     h.mutable_stack(0)->set_strength(std::nan(""));
@@ -171,9 +173,11 @@ TEST_F(WorkerGenerateTest, AStreamOutOfOrderIsRefused) {
       {"nothing", [](GenerateStream& s) { s.WritesDone(); }, reason::kBadRequest, "before its header"},
       {"chunk first", [&](GenerateStream& s) { s.Write(chunk); }, reason::kBadRequest, "before the header"},
       {"empty message", [](GenerateStream& s) { s.Write(v1::GenerateRequest()); }, reason::kBadRequest, "empty message"},
-      {"two headers", [](GenerateStream& s) { s.Write(GenerateHeader(1)) && s.Write(GenerateHeader(1)); }, reason::kBadRequest, "second header"},
+      {"two headers", [](GenerateStream& s) { s.Write(GenerateHeader(1)) && s.Write(GenerateHeader(1)); }, reason::kBadRequest,
+       "second header"},
       {"gap", [&](GenerateStream& s) { s.Write(GenerateHeader(1)) && s.Write(late); }, reason::kBadTensor, "is next"},
-      {"too much", [&](GenerateStream& s) { s.Write(GenerateHeader(1)) && s.Write(long_chunk); }, reason::kBadTensor, "past its end"},
+      {"too much", [&](GenerateStream& s) { s.Write(GenerateHeader(1)) && s.Write(long_chunk); }, reason::kBadTensor,
+       "past its end"},
       {"too little",
        [&](GenerateStream& s) {
          s.Write(GenerateHeader(1)) && s.Write(chunk);

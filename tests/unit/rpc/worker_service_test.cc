@@ -130,7 +130,8 @@ TEST_F(WorkerServiceTest, TheLongestRefusalPassesARealConnection) {
   builder.RegisterService(&service);
   const auto listening = builder.BuildAndStart();
   ASSERT_NE(port, 0);
-  const auto remote = v1::Worker::NewStub(grpc::CreateChannel("127.0.0.1:" + std::to_string(port), grpc::InsecureChannelCredentials()));
+  const auto remote =
+      v1::Worker::NewStub(grpc::CreateChannel("127.0.0.1:" + std::to_string(port), grpc::InsecureChannelCredentials()));
   std::string text;
   while (text.size() < 5000) text += "\xe9\xa2\xa8\xe6\xa0\xbc";  // A name in Chinese: three bytes a character.
   ErrorDetails details = {{"field", text}, {"retry_seconds", "1"}};

@@ -115,7 +115,8 @@ TEST_F(WorkerSessionTest, MessagesOutOfTurnAreRefusedAndTheSessionFreed) {
   chunk.mutable_chunk()->set_data("1234");
   expect("chunk", reason::kBadRequest, [&](EvaluateStream& s) { s.Write(chunk); });
   expect("second header", reason::kBadRequest, [](EvaluateStream& s) { s.Write(EvaluateHeader()); });
-  expect("two evaluations at once", reason::kBadRequest, [](EvaluateStream& s) { s.Write(Evaluation(0.5)) && s.Write(Evaluation(0.5)); });
+  expect("two evaluations at once", reason::kBadRequest,
+         [](EvaluateStream& s) { s.Write(Evaluation(0.5)) && s.Write(Evaluation(0.5)); });
   expect("timestep", reason::kBadRequest, [](EvaluateStream& s) { s.Write(Evaluation(1.5)); });
   expect("tensors cut short", reason::kBadTensor, [](EvaluateStream& s) {
     s.Write(Evaluation(0.5));
@@ -143,7 +144,8 @@ TEST_F(WorkerSessionTest, ABadHeaderDoesNotWaitForABusyDevice) {
 }
 
 TEST_F(WorkerSessionTest, ARefusedStackArrivesWithItsReason) {
-  engine.RefuseNext(Refuse(absl::StatusCode::kFailedPrecondition, reason::kAdalnNeedsGrid, "needs a grid", {{"adapter", "turbo"}}));
+  engine.RefuseNext(
+      Refuse(absl::StatusCode::kFailedPrecondition, reason::kAdalnNeedsGrid, "needs a grid", {{"adapter", "turbo"}}));
   const auto context = NewContext();
   auto stream = stub->Evaluate(context.get());
   stream->Write(EvaluateHeader());

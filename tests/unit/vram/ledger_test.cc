@@ -53,8 +53,8 @@ TEST(VramLedgerTest, WhatWasEverAddedOnlyGrows) {
     ledger.Add(Owner::kAdapters, MiB(1));
     ledger.Remove(Owner::kAdapters, MiB(1));
   }
-  EXPECT_EQ(ledger.TotalAdded(Owner::kAdapters), MiB(3));
-  EXPECT_EQ(ledger.TotalAdded(Owner::kCaches), ByteCount(0));
+  EXPECT_EQ(ledger.Snapshot().added_to(Owner::kAdapters), MiB(3));
+  EXPECT_EQ(ledger.Snapshot().added_to(Owner::kCaches), ByteCount(0));
   EXPECT_EQ(ledger.Snapshot().used, ByteCount(0));
 }
 

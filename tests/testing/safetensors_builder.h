@@ -1,17 +1,14 @@
-// Writes small safetensors files, sound ones and others, and gives each test a directory of its own.
+// Builds small safetensors files, sound ones and others.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
-#include <filesystem>
-#include <fstream>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "gtest/gtest.h"
 #include "server/format/dtype.h"
 #include "server/format/request.h"
 
@@ -26,7 +23,8 @@ inline std::string RawSafetensors(const std::string& header, const std::string& 
 }
 
 // A well-formed file of these tensors, in their order.
-inline std::string BuildSafetensors(const std::vector<HostTensor>& tensors, const std::map<std::string, std::string>& metadata = {}) {
+inline std::string BuildSafetensors(const std::vector<HostTensor>& tensors,
+                                    const std::map<std::string, std::string>& metadata = {}) {
   nlohmann::ordered_json header = nlohmann::ordered_json::object();
   if (!metadata.empty()) header["__metadata__"] = metadata;
   std::string data;
@@ -52,28 +50,5 @@ inline HostTensor Scalar(std::string name, float value) {
   std::memcpy(tensor.data.data(), &value, sizeof(value));
   return tensor;
 }
-
-// An empty directory that goes with its owner.
-class TemporaryDirectory {
- public:
-  TemporaryDirectory() {
-    std::string path = ::testing::TempDir() + "h3_format_XXXXXX";
-    EXPECT_NE(mkdtemp(path.data()), nullptr);
-    path_ = path;
-  }
-  ~TemporaryDirectory() { std::filesystem::remove_all(path_); }
-  TemporaryDirectory(const TemporaryDirectory&) = delete;
-  TemporaryDirectory& operator=(const TemporaryDirectory&) = delete;
-
-  // The path of the file written.
-  std::string Write(const std::string& name, const std::string& content) const {
-    std::ofstream(path_ / name, std::ios::binary) << content;
-    return (path_ / name).string();
-  }
-  const std::filesystem::path& path() const { return path_; }
-
- private:
-  std::filesystem::path path_;
-};
 
 }  // namespace h3::testing

@@ -1,0 +1,164 @@
+#include "server/registry/adapter_registry.h"
+
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "server/base/error.h"
+#include "server/base/sha256.h"
+#include "tests/testing/golden.h"
+#include "tests/testing/safetensors_builder.h"
+#include "tests/testing/temporary_directory.h"
+
+namespace h3 {
+namespace {
+
+namespace fs = std::filesystem;
+using testing::BuildSafetensors;
+using testing::Zeros;
+
+// An adapter of this rank.
+std::string AdapterOfRank(int64_t rank) {
+  return BuildSafetensors(
+      {Zeros("blocks.0.attn.out_proj.lora_A.weight", {rank, 96}), Zeros("blocks.0.attn.out_proj.lora_B.weight", {64, rank})});
+}
+
+class AdapterRegistryTest : public ::testing::Test {
+ protected:
+  AdapterRegistryTest() {
+    const auto checkpoint = OpenCheckpoint(testing::GoldenPath("full/model.safetensors"));
+    EXPECT_TRUE(checkpoint.ok()) << checkpoint.status();
+    base_.geometry = checkpoint->geometry;
+    fs::create_directory(directory_.path() / "adapters");
+  }
+
+  // Puts the file in place in one step, as tools do.
+  void Install(const std::string& name, const std::string& content) {
+    const std::string written = directory_.Write("new", content);
+    fs::create_directories((adapters() / name).parent_path());
+    fs::rename(written, adapters() / (name + ".safetensors"));
+  }
+  fs::path adapters() const { return directory_.path() / "adapters"; }
+  absl::StatusOr<ResolvedAdapter> Resolve(const StackEntry& entry, size_t index = 0) {
+    return registry_.Resolve(entry, index, base_);
+  }
+
+  const testing::TemporaryDirectory directory_;
+  BaseFacts base_;
+  AdapterRegistry registry_{(directory_.path() / "adapters").string()};
+};
+
+TEST_F(AdapterRegistryTest, ANameIsResolvedToItsContent) {
+  Install("style", AdapterOfRank(4));
+  const auto resolved = Resolve({.adapter = "style", .strength = 0.5});
+  ASSERT_TRUE(resolved.ok()) << resolved.status();
+  EXPECT_EQ(resolved->adapter, "style");
+  EXPECT_EQ(resolved->digest, Sha256Hex(AdapterOfRank(4)));
+  EXPECT_EQ(resolved->strength, 0.5);
+  EXPECT_EQ(resolved->modules, 1);
+  EXPECT_EQ(resolved->bytes, ByteCount(4 * 4 * (96 + 64)));
+  ASSERT_EQ(resolved->scales.size(), 1u);
+  EXPECT_EQ(resolved->scales[0].rank, 4);
+}
+
+TEST_F(AdapterRegistryTest, AReplacedFileIsAnotherAdapter) {
+  Install("style", AdapterOfRank(4));
+  const std::string before = registry_.Digest("style").value();
+  EXPECT_EQ(registry_.Digest("style").value(), before);
+  EXPECT_EQ(registry_.NameOf(before), "style");
+  Install("style", AdapterOfRank(2));
+  const auto resolved = Resolve({.adapter = "style"});
+  ASSERT_TRUE(resolved.ok()) << resolved.status();
+  EXPECT_NE(resolved->digest, before);
+  EXPECT_EQ(resolved->digest, Sha256Hex(AdapterOfRank(2)));
+  EXPECT_EQ(resolved->scales.at(0).rank, 2);
+  EXPECT_EQ(registry_.NameOf(before), "");
+  EXPECT_EQ(Resolve({.adapter = absl::StrCat("sha256:", before)}).status().code(), absl::StatusCode::kNotFound);
+}
+
+TEST_F(AdapterRegistryTest, OneContentUnderTwoNamesIsOneAdapter) {
+  Install("a", AdapterOfRank(4));
+  Install("b", AdapterOfRank(4));
+  EXPECT_EQ(registry_.Digest("a").value(), registry_.Digest("b").value());
+}
+
+TEST_F(AdapterRegistryTest, ADigestNamesContentThatWasRead) {
+  Install("style", AdapterOfRank(4));
+  const std::string name = absl::StrCat("sha256:", registry_.Digest("style").value());
+  const auto resolved = Resolve({.adapter = name});
+  ASSERT_TRUE(resolved.ok()) << resolved.status();
+  EXPECT_EQ(resolved->adapter, name);
+  EXPECT_EQ(ReasonOf(Resolve({.adapter = "sha256:00"}).status()), reason::kUnknownAdapter);
+}
+
+TEST_F(AdapterRegistryTest, APinnedDigestMustBeThatOfTheFile) {
+  Install("style", AdapterOfRank(4));
+  EXPECT_TRUE(Resolve({.adapter = "style", .digest = Sha256Hex(AdapterOfRank(4))}).ok());
+  const auto refused = Resolve({.adapter = "style", .digest = Sha256Hex(AdapterOfRank(2))}, 3);
+  EXPECT_EQ(refused.status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(ReasonOf(refused.status()), reason::kBaseMismatch);
+  EXPECT_EQ(DetailsOf(refused.status()).at("field"), "stack[3]");
+}
+
+TEST_F(AdapterRegistryTest, NamesMayNotLeaveTheDirectory) {
+  directory_.Write("secret.safetensors", AdapterOfRank(4));
+  fs::create_symlink("../secret.safetensors", adapters() / "link.safetensors");
+  for (const std::string& name :
+       {std::string("../secret"), (directory_.path() / "secret").string(), std::string("a/../../secret"), std::string("link"),
+        std::string("absent"), std::string(), std::string("a\0b", 3), std::string(300, 'a')}) {
+    const auto refused = Resolve({.adapter = name}, 1);
+    ASSERT_FALSE(refused.ok()) << name;
+    EXPECT_EQ(ReasonOf(refused.status()), reason::kUnknownAdapter) << name;
+    EXPECT_EQ(DetailsOf(refused.status()).at("field"), "stack[1]") << name;
+    EXPECT_FALSE(registry_.Digest(name).ok()) << name;
+  }
+}
+
+TEST_F(AdapterRegistryTest, RefusalsOfAFileNameTheEntry) {
+  Install("broken", "short");
+  Install("other", BuildSafetensors({Zeros("unrelated", {1})}));
+  const absl::Status broken = Resolve({.adapter = "broken"}, 2).status();
+  EXPECT_EQ(ReasonOf(broken), reason::kMalformedFile);
+  EXPECT_EQ(DetailsOf(broken).at("adapter"), "broken");
+  EXPECT_EQ(DetailsOf(broken).at("field"), "stack[2]");
+  EXPECT_EQ(ReasonOf(Resolve({.adapter = "other"}).status()), reason::kNoAdapterTensors);
+}
+
+TEST_F(AdapterRegistryTest, AlphasAreReadAndTheRequestsComesFirst) {
+  Install("style", BuildSafetensors({testing::Scalar("blocks.0.attn.out_proj.alpha", 2),
+                                     Zeros("blocks.0.attn.out_proj.lora_down.weight", {4, 96}),
+                                     Zeros("blocks.0.attn.out_proj.lora_up.weight", {64, 4})}));
+  EXPECT_EQ(Resolve({.adapter = "style"})->scales.at(0).scale, 0.5);
+  EXPECT_EQ(Resolve({.adapter = "style", .alpha = 8})->scales.at(0).scale, 2);
+}
+
+TEST_F(AdapterRegistryTest, ListsWhatCanBeNamed) {
+  Install("style", AdapterOfRank(4));
+  Install("sub/deep", AdapterOfRank(2));
+  directory_.Write("adapters/notes.txt", "no adapter");
+  directory_.Write("adapters/bad\\name.safetensors", "no name");
+  directory_.Write("secret.safetensors", "outside");
+  fs::create_symlink("../secret.safetensors", adapters() / "link.safetensors");
+  fs::create_symlink("style.safetensors", adapters() / "alias.safetensors");
+  ASSERT_TRUE(registry_.Digest("style").ok());
+  const auto listed = registry_.List();
+  ASSERT_TRUE(listed.ok()) << listed.status();
+  std::vector<std::string> names;
+  for (const RegisteredAdapter& adapter : *listed) names.push_back(adapter.name);
+  ASSERT_THAT(names, ::testing::ElementsAre("alias", "style", "sub/deep"));
+  EXPECT_EQ(listed->at(1).digest, Sha256Hex(AdapterOfRank(4)));
+  EXPECT_EQ(listed->at(2).digest, "");  // Not read so far.
+  EXPECT_EQ(listed->at(2).file_bytes, static_cast<int64_t>(AdapterOfRank(2).size()));
+}
+
+TEST_F(AdapterRegistryTest, ListsNothingOfAnAbsentDirectory) {
+  AdapterRegistry registry((directory_.path() / "absent").string());
+  const auto listed = registry.List();
+  EXPECT_TRUE(!listed.ok() || listed->empty());
+}
+
+}  // namespace
+}  // namespace h3

@@ -1,0 +1,316 @@
+#include <limits>
+
+#include "tests/unit/rpc/scheduler_fixture.h"
+
+namespace h3 {
+namespace {
+
+using Event = v1::GenerateResponse;
+
+SchedulerOptions SmallQueue() {
+  SchedulerOptions options;
+  options.queue_capacity = 2;
+  return options;
+}
+
+class SchedulerGenerateTest : public SchedulerFixture {
+ protected:
+  SchedulerGenerateTest() : SchedulerFixture(SmallQueue()) {}
+
+  // A request that runs and stays at its first step.
+  std::unique_ptr<GenerateStream> Occupy(Worker& worker, grpc::ClientContext* context) {
+    worker.engine.HoldSteps();
+    auto stream = Start(context, Header());
+    EXPECT_TRUE(worker.engine.WaitForBegun(1));
+    return stream;
+  }
+  // A request that waits; its Accepted.
+  std::unique_ptr<GenerateStream> Enqueue(grpc::ClientContext* context, v1::GenerateRequest header, v1::Accepted* accepted = nullptr) {
+    auto stream = Start(context, header);
+    Event event;
+    EXPECT_TRUE(ReadUntil(*stream, Event::kAccepted, event));
+    if (accepted != nullptr) *accepted = event.accepted();
+    return stream;
+  }
+};
+
+TEST_F(SchedulerGenerateTest, RelaysARunFromAcceptedToCompleted) {
+  StartWorker();
+  const auto context = NewContext();
+  const auto stream = Start(context.get(), Header(2, "lora/style_bf16", -0.5));
+  std::string order;
+  v1::Accepted accepted;
+  v1::Completed completed;
+  size_t bytes = 0;
+  Event event;
+  while (stream->Read(&event)) {
+    const char kind = event.has_accepted() ? 'A' : event.has_progress() ? 'p' : event.has_result() ? 'R' : event.has_chunk() ? 'c' : 'C';
+    if (order.empty() || order.back() != kind) order += kind;
+    if (event.has_accepted()) accepted = event.accepted();
+    if (event.has_chunk()) bytes += event.chunk().data().size();
+    if (event.has_completed()) completed = event.completed();
+  }
+  ASSERT_TRUE(FromGrpc(stream->Finish()).ok());
+  EXPECT_EQ(order, "ApRcC");
+  EXPECT_EQ(bytes, 64u + 8u);
+  EXPECT_EQ(completed.worker(), "w");
+  EXPECT_EQ(completed.step_seconds_size(), 2);
+  EXPECT_EQ(accepted.task(), v1::TASK_T2VA);
+  EXPECT_EQ(accepted.base_fingerprint(), "fingerprint-of-fake");
+  EXPECT_EQ(accepted.video_sigmas_size(), 3);
+  EXPECT_FALSE(accepted.request_id().empty());
+  ASSERT_EQ(accepted.stack_size(), 1);
+  EXPECT_EQ(accepted.stack(0).digest().size(), 64u);
+  EXPECT_EQ(accepted.stack(0).strength(), -0.5);
+  ASSERT_GT(accepted.stack(0).scales_size(), 0);
+  EXPECT_FALSE(accepted.stack(0).scales(0).source().empty());
+  ASSERT_EQ(accepted.warnings_size(), 1) << "a base of unknown partition serves and says so";
+  EXPECT_EQ(Metric("h3_requests_total", "OK"), 1);
+  EXPECT_EQ(core->Active(), 0u);
+}
+
+TEST_F(SchedulerGenerateTest, TheWorkerGetsThePinnedStackAndEveryByte) {
+  Worker& worker = StartWorker();
+  const auto context = NewContext();
+  v1::GenerateRequest header = Header(1, "lora/turbo_bare", 0.8);
+  const auto stream = Start(context.get(), header);
+  ASSERT_TRUE(Drain(*stream).ok());
+  const GenerationSpec spec = *worker.engine.last_generation();
+  ASSERT_EQ(spec.conditions.stack.size(), 1u);
+  EXPECT_EQ(spec.conditions.stack[0].adapter, "lora/turbo_bare");
+  EXPECT_EQ(spec.conditions.stack[0].digest.size(), 64u);
+  ASSERT_EQ(spec.conditions.tensors.size(), 2u);
+  EXPECT_EQ(spec.conditions.tensors[0].data, Text()[0]);
+}
+
+TEST_F(SchedulerGenerateTest, BadHeadersAreRefusedBeforeAChunkIsSent) {
+  Worker& worker = StartWorker();
+  struct Case {
+    const char* reason;
+    absl::StatusCode code;
+    v1::GenerateRequest header;
+  };
+  std::vector<Case> cases;
+  const auto add = [&](const char* reason, absl::StatusCode code, v1::GenerateRequest header) {
+    cases.push_back({reason, code, std::move(header)});
+    return cases.back().header.mutable_header();
+  };
+  constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
+  add("BAD_STRENGTH", kInvalid, Header(2, "lora/turbo_bare", std::numeric_limits<double>::quiet_NaN()));
+  add("BAD_STRENGTH", kInvalid, Header(2, "lora/turbo_bare", 1e30));
+  add("BAD_STRENGTH", kInvalid, Header(2, "lora/turbo_bare"))->mutable_stack(0)->clear_strength();
+  add("UNKNOWN_ADAPTER", absl::StatusCode::kNotFound, Header(2, "lora/nobody"));
+  add("UNKNOWN_ADAPTER", kInvalid, Header(2, "../golden/lora/turbo_bare"));
+  add("UNKNOWN_ADAPTER", absl::StatusCode::kNotFound, Header(2, "sha256:" + std::string(64, 'a')));
+  add("SHAPE_MISMATCH", kInvalid, Header(2, "reject/wrong_in"));
+  add("BAD_LAYOUT", kInvalid, Header())->mutable_layout()->set_latent_height(3);
+  add("BAD_LAYOUT", kInvalid, Header())->set_task(v1::TASK_REF2VA);
+  add("BAD_TENSOR", kInvalid, Header())->mutable_tensors(0)->set_shape(0, 8);
+  add("BAD_TENSOR", kInvalid, Header())->mutable_tensors()->RemoveLast();
+  add("BAD_REQUEST", kInvalid, Header())->mutable_sampling()->clear_start();
+  add("BAD_REQUEST", kInvalid, Header(0));
+  add("BASE_MISMATCH", absl::StatusCode::kFailedPrecondition, Header())->set_model("another");
+  v1::TensorSpec& huge = *add("BAD_TENSOR", absl::StatusCode::kResourceExhausted, Header())->mutable_tensors(0);
+  huge.set_shape(0, 62'500'000);
+  huge.set_bytes(10'000'000'000);
+  for (const Case& each : cases) {
+    const absl::Status status = RefusalOf(each.header);
+    EXPECT_EQ(ReasonOf(status), each.reason) << status;
+    EXPECT_EQ(status.code(), each.code) << status;
+  }
+  EXPECT_EQ(worker.engine.begun(), 0);
+  EXPECT_EQ(core->Active(), 0u);
+  const auto context = NewContext();
+  EXPECT_TRUE(Drain(*Start(context.get(), Header())).ok()) << "the next request is unaffected";
+}
+
+TEST_F(SchedulerGenerateTest, AFullQueueRefusesWithARetryHint) {
+  Worker& worker = StartWorker();
+  const auto running = NewContext(), first = NewContext(), second = NewContext(), third = NewContext();
+  const auto run = Occupy(worker, running.get());
+  v1::Accepted accepted;
+  const auto one = Enqueue(first.get(), Header());
+  const auto two = Enqueue(second.get(), Header(), &accepted);
+  EXPECT_EQ(accepted.queue_position(), 1u);
+  const absl::Status refused = Drain(*Start(third.get(), Header()));
+  EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(ReasonOf(refused), "QUEUE_FULL");
+  EXPECT_EQ(DetailsOf(refused).count("retry_seconds"), 1u);
+  EXPECT_EQ(Metric("h3_admission_rejections_total", "queue_full"), 1);
+  worker.engine.AllowSteps(100);
+  EXPECT_TRUE(Drain(*run).ok());
+  EXPECT_TRUE(Drain(*one).ok());
+  EXPECT_TRUE(Drain(*two).ok());
+}
+
+TEST_F(SchedulerGenerateTest, HighPriorityRunsBeforeWhatWaits) {
+  Worker& worker = StartWorker();
+  const auto running = NewContext(), low = NewContext(), high = NewContext();
+  const auto run = Occupy(worker, running.get());
+  v1::GenerateRequest header = Header(5);
+  header.mutable_header()->set_priority(v1::PRIORITY_LOW);
+  const auto slow = Enqueue(low.get(), header);
+  header = Header(6);
+  header.mutable_header()->set_priority(v1::PRIORITY_HIGH);
+  v1::Accepted accepted;
+  const auto fast = Enqueue(high.get(), header, &accepted);
+  EXPECT_EQ(accepted.queue_position(), 0u);
+  Event event;
+  ASSERT_TRUE(ReadUntil(*slow, Event::kProgress, event));
+  while (event.progress().queue_position() != 1) ASSERT_TRUE(ReadUntil(*slow, Event::kProgress, event));
+  worker.engine.AllowSteps(3);  // The run ends.
+  ASSERT_TRUE(worker.engine.WaitForBegun(4));
+  EXPECT_EQ(worker.engine.last_generation()->schedule.evaluations(), 6);
+  worker.engine.AllowSteps(100);
+  EXPECT_TRUE(Drain(*run).ok());
+  EXPECT_TRUE(Drain(*fast).ok());
+  EXPECT_TRUE(Drain(*slow).ok());
+}
+
+TEST_F(SchedulerGenerateTest, CancelledInTheQueueItLeavesAtOnceAndNeverStarts) {
+  Worker& worker = StartWorker();
+  const auto running = NewContext(), waiting = NewContext();
+  const auto run = Occupy(worker, running.get());
+  const auto queued = Enqueue(waiting.get(), Header(9));
+  waiting->TryCancel();
+  EXPECT_EQ(Drain(*queued).code(), absl::StatusCode::kCancelled);
+  EXPECT_TRUE(Eventually([&] { return core->dispatcher().queued() == 0; }));
+  worker.engine.AllowSteps(100);
+  EXPECT_TRUE(Drain(*run).ok());
+  EXPECT_NE(worker.engine.last_generation()->schedule.evaluations(), 9);
+  EXPECT_EQ(Metric("h3_cancellations_total", "client"), 1);
+}
+
+TEST_F(SchedulerGenerateTest, AThousandCancelledInTheQueueDelayNobody) {
+  Worker& worker = StartWorker();
+  const auto running = NewContext();
+  const auto run = Occupy(worker, running.get());
+  for (int i = 0; i < 1000; ++i) {
+    const auto context = NewContext();
+    const auto stream = Start(context.get(), Header());
+    context->TryCancel();
+    ASSERT_FALSE(Drain(*stream).ok());
+  }
+  EXPECT_TRUE(Eventually([&] { return core->Active() == 1; }));
+  worker.engine.AllowSteps(100);
+  EXPECT_TRUE(Drain(*run).ok());
+  const auto context = NewContext();
+  EXPECT_TRUE(Drain(*Start(context.get(), Header())).ok());
+  EXPECT_TRUE(Eventually([&] { return core->Active() == 0; }));
+}
+
+TEST_F(SchedulerGenerateTest, ADeadlineThatPassesInTheQueueRemovesTheRequest) {
+  Worker& worker = StartWorker();
+  const auto running = NewContext(), waiting = NewContext(absl::Milliseconds(300));
+  const auto run = Occupy(worker, running.get());
+  const auto queued = Enqueue(waiting.get(), Header());
+  EXPECT_EQ(Drain(*queued).code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_TRUE(Eventually([&] { return core->dispatcher().queued() == 0; }));
+  worker.engine.AllowSteps(100);
+  EXPECT_TRUE(Drain(*run).ok());
+}
+
+TEST_F(SchedulerGenerateTest, CancellingARunStopsTheDevice) {
+  Worker& worker = StartWorker();
+  const auto context = NewContext();
+  const auto run = Occupy(worker, context.get());
+  context->TryCancel();
+  EXPECT_EQ(Drain(*run).code(), absl::StatusCode::kCancelled);
+  EXPECT_TRUE(worker.engine.WaitForIdle());
+  EXPECT_TRUE(Eventually([&] { return core->Active() == 0; }));
+  worker.engine.AllowSteps(100);
+  const auto next = NewContext();
+  EXPECT_TRUE(Drain(*Start(next.get(), Header())).ok());
+}
+
+TEST_F(SchedulerGenerateTest, AWorkerThatIsLostEndsItsRunWithARetryableReasonWithinTwoSeconds) {
+  Worker& worker = StartWorker();
+  const auto context = NewContext(), waiting = NewContext();
+  const auto run = Occupy(worker, context.get());
+  const auto queued = Enqueue(waiting.get(), Header());
+  const absl::Time lost = absl::Now();
+  std::thread([&] { worker.server->Shutdown(std::chrono::system_clock::now()); }).join();
+  const absl::Status status = Drain(*run);
+  EXPECT_LT(absl::Now() - lost, absl::Seconds(2));
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
+  EXPECT_EQ(ReasonOf(status), "WORKER_LOST");
+  EXPECT_EQ(core->dispatcher().queued(), 1u) << "what has not started waits for the next worker";
+  StartWorker("again");
+  EXPECT_TRUE(Drain(*queued).ok());
+}
+
+TEST_F(SchedulerGenerateTest, ARefusalOfTheWorkerReachesTheClientWithItsReason) {
+  Worker& worker = StartWorker();
+  worker.engine.RefuseNext(Refuse(absl::StatusCode::kInvalidArgument, "NOT_FINITE", "text holds NaN", {{"tensor", "text"}}));
+  const auto context = NewContext();
+  const absl::Status status = Drain(*Start(context.get(), Header()));
+  EXPECT_EQ(ReasonOf(status), "NOT_FINITE");
+  EXPECT_EQ(DetailsOf(status)["tensor"], "text");
+}
+
+TEST_F(SchedulerGenerateTest, TwoWorkersRunTwoRequestsAtOnce) {
+  Worker& one = StartWorker("one");
+  Worker& two = StartWorker("two");
+  one.engine.HoldSteps();
+  two.engine.HoldSteps();
+  const auto first = NewContext(), second = NewContext();
+  const auto a = Start(first.get(), Header());
+  const auto b = Start(second.get(), Header());
+  EXPECT_TRUE(one.engine.WaitForBegun(1));
+  EXPECT_TRUE(two.engine.WaitForBegun(1));
+  one.engine.AllowSteps(100);
+  two.engine.AllowSteps(100);
+  EXPECT_TRUE(Drain(*a).ok());
+  EXPECT_TRUE(Drain(*b).ok());
+}
+
+TEST_F(SchedulerGenerateTest, ADrainingServerRefusesNewWorkAndFinishesWhatItHas) {
+  Worker& worker = StartWorker();
+  const auto context = NewContext();
+  const auto run = Occupy(worker, context.get());
+  core->Drain();
+  const absl::Status refused = RefusalOf(Header());
+  EXPECT_EQ(refused.code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(ReasonOf(refused), "DRAINING");
+  worker.engine.AllowSteps(100);
+  EXPECT_TRUE(Drain(*run).ok());
+}
+
+TEST_F(SchedulerGenerateTest, WithoutAWorkerItSaysWhereToLook) {
+  const absl::Status status = RefusalOf(Header());
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(ReasonOf(status), "WORKER_LOST");
+}
+
+SchedulerOptions SmallBuffer() {
+  SchedulerOptions options;
+  options.max_buffered_bytes = 2000;
+  return options;
+}
+
+class SchedulerBufferTest : public SchedulerFixture {
+ protected:
+  SchedulerBufferTest() : SchedulerFixture(SmallBuffer()) {}
+};
+
+TEST_F(SchedulerBufferTest, UploadsThatWouldFillTheMemoryAreRefusedUntilOthersHaveStarted) {
+  Worker& worker = StartWorker();
+  const auto context = NewContext();
+  auto slow = generation->Generate(context.get());  // Announces 1176 bytes, and keeps them announced.
+  slow->Write(Header());
+  absl::Status refused;
+  ASSERT_TRUE(Eventually([&] {
+    refused = RefusalOf(Header(2, "lora/nobody"));
+    return absl::IsResourceExhausted(refused);
+  }));
+  EXPECT_EQ(ReasonOf(refused), "QUEUE_FULL");
+  worker.engine.HoldSteps();
+  SendText(*slow);
+  ASSERT_TRUE(worker.engine.WaitForBegun(1));
+  EXPECT_TRUE(Eventually([&] { return absl::IsNotFound(RefusalOf(Header(2, "lora/nobody"))); })) << "a run holds no buffer";
+  worker.engine.AllowSteps(100);
+  EXPECT_TRUE(Drain(*slow).ok());
+}
+
+}  // namespace
+}  // namespace h3

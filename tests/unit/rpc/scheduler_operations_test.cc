@@ -1,0 +1,137 @@
+#include "tests/unit/rpc/scheduler_fixture.h"
+
+namespace h3 {
+namespace {
+
+class SchedulerAdaptersTest : public SchedulerFixture {
+ protected:
+  v1::Adapter Listed(const std::string& name) {
+    const auto context = NewContext();
+    v1::ListAdaptersResponse response;
+    EXPECT_TRUE(adapters->ListAdapters(context.get(), {}, &response).ok());
+    for (const v1::Adapter& adapter : response.adapters()) {
+      if (adapter.name() == name) return adapter;
+    }
+    ADD_FAILURE() << name << " is not listed";
+    return {};
+  }
+  absl::Status Load(const std::string& name, v1::LoadAdapterResponse* response) {
+    const auto context = NewContext();
+    v1::LoadAdapterRequest request;
+    request.set_name(name);
+    return FromGrpc(adapters->LoadAdapter(context.get(), request, response));
+  }
+  absl::Status Unload(const std::string& name, v1::UnloadAdapterResponse* response) {
+    const auto context = NewContext();
+    v1::UnloadAdapterRequest request;
+    request.set_name(name);
+    return FromGrpc(adapters->UnloadAdapter(context.get(), request, response));
+  }
+};
+
+TEST_F(SchedulerAdaptersTest, ListsWhatTheDirectoryHoldsAndKnowsADigestOnceAFileWasRead) {
+  StartWorker();
+  EXPECT_GT(Listed("lora/turbo_bare").file_bytes(), 0u);
+  EXPECT_EQ(Listed("lora/turbo_bare").digest(), "");
+  v1::LoadAdapterResponse loaded;
+  ASSERT_TRUE(Load("lora/turbo_bare", &loaded).ok());
+  EXPECT_EQ(Listed("lora/turbo_bare").digest(), loaded.adapter().digest());
+}
+
+TEST_F(SchedulerAdaptersTest, LoadsAndUnloadsOnEveryWorker) {
+  StartWorker("one");
+  StartWorker("two");
+  v1::LoadAdapterResponse loaded;
+  ASSERT_TRUE(Load("lora/turbo_bare", &loaded).ok());
+  EXPECT_EQ(loaded.adapter().digest().size(), 64u);
+  EXPECT_TRUE(loaded.adapter().resident());
+  EXPECT_EQ(loaded.resolved().adapter(), "lora/turbo_bare");
+}
+
+TEST_F(SchedulerAdaptersTest, ContentIsFoundByItsDigestBeforeAnyoneNamedItsFile) {
+  StartWorker();
+  AdapterRegistry other(testing::GoldenPath(""));
+  const std::string digest = *other.Digest("lora/style_bf16");
+  v1::LoadAdapterResponse loaded;
+  ASSERT_TRUE(Load("sha256:" + digest, &loaded).ok());
+  EXPECT_EQ(loaded.adapter().digest(), digest);
+}
+
+TEST_F(SchedulerAdaptersTest, RefusalsNameTheAdapterAndNoPath) {
+  StartWorker();
+  for (const std::string name : {"lora/nobody", "../golden/lora/turbo_bare", "/etc/passwd", "sha256:zz"}) {
+    v1::LoadAdapterResponse loaded;
+    const absl::Status status = Load(name, &loaded);
+    EXPECT_EQ(ReasonOf(status), "UNKNOWN_ADAPTER") << status;
+    EXPECT_EQ(status.message().find("tests/golden"), absl::string_view::npos) << status;
+  }
+  v1::UnloadAdapterResponse unloaded;
+  EXPECT_EQ(Unload("lora/turbo_bare", &unloaded).code(), absl::StatusCode::kNotFound) << "it is not resident";
+}
+
+class SchedulerOperationsTest : public SchedulerFixture {};
+
+TEST_F(SchedulerOperationsTest, StatusTellsTheQueueAndEveryWorker) {
+  Worker& worker = StartWorker();
+  worker.engine.HoldSteps();
+  const auto first = NewContext(), second = NewContext();
+  const auto run = Start(first.get(), Header());
+  ASSERT_TRUE(worker.engine.WaitForBegun(1));
+  const auto queued = Start(second.get(), Header());
+  ASSERT_TRUE(Eventually([&] { return core->dispatcher().queued() == 1; }));
+  const auto context = NewContext();
+  v1::GetStatusResponse status;
+  ASSERT_TRUE(operations->GetStatus(context.get(), {}, &status).ok());
+  EXPECT_EQ(status.queued(), 1u);
+  EXPECT_EQ(status.running(), 1u);
+  ASSERT_EQ(status.workers_size(), 1);
+  EXPECT_EQ(status.workers(0).worker(), "w");
+  EXPECT_EQ(status.workers(0).state(), v1::WORKER_STATE_READY);
+  EXPECT_EQ(status.workers(0).base_fingerprint(), "fingerprint-of-fake");
+}
+
+TEST_F(SchedulerOperationsTest, MemoryIsFreshAndDoesNotWaitForTheDevice) {
+  Worker& worker = StartWorker();
+  worker.engine.HoldSteps();
+  const auto running = NewContext();
+  const auto run = Start(running.get(), Header());
+  ASSERT_TRUE(worker.engine.WaitForBegun(1));
+  const auto context = NewContext(absl::Seconds(5));
+  v1::GetMemoryResponse memory;
+  ASSERT_TRUE(operations->GetMemory(context.get(), {}, &memory).ok());
+  ASSERT_EQ(memory.devices_size(), 1);
+  EXPECT_EQ(memory.devices(0).worker(), "w");
+  EXPECT_EQ(memory.devices(0).owners().base_weights(), static_cast<uint64_t>(MiB(1).value()));
+}
+
+TEST_F(SchedulerOperationsTest, WatchingMemoryRepeatsUntilTheClientLeaves) {
+  StartWorker();
+  const auto context = NewContext();
+  v1::WatchMemoryRequest request;
+  request.set_interval_seconds(0.1);
+  const auto watch = operations->WatchMemory(context.get(), request);
+  v1::WatchMemoryResponse response;
+  for (int i = 0; i < 3; ++i) ASSERT_TRUE(watch->Read(&response));
+  context->TryCancel();
+  EXPECT_EQ(watch->Finish().error_code(), grpc::StatusCode::CANCELLED);
+}
+
+TEST_F(SchedulerOperationsTest, AnAbsurdWatchIntervalIsRefused) {
+  const auto context = NewContext();
+  v1::WatchMemoryRequest request;
+  request.set_interval_seconds(1e9);
+  const auto watch = operations->WatchMemory(context.get(), request);
+  EXPECT_EQ(ReasonOf(FromGrpc(watch->Finish())), "BAD_REQUEST");
+}
+
+TEST_F(SchedulerOperationsTest, ALostWorkerIsReportedAndComesBack) {
+  Worker& worker = StartWorker();
+  worker.server->Shutdown(std::chrono::system_clock::now());
+  EXPECT_TRUE(Eventually([&] { return core->workers()[0]->state() == v1::WORKER_STATE_LOST; }));
+  EXPECT_FALSE(core->AnyReady());
+  StartWorker();  // Under the same name and address.
+  EXPECT_TRUE(core->AnyReady());
+}
+
+}  // namespace
+}  // namespace h3
