@@ -2,22 +2,22 @@
 # Sets up a fresh Debian 12 machine, builds, and runs every test. Again and again, from any folder.
 #   ./test.sh                 everything
 #   ./test.sh --asan          the C++ tests under the address and undefined-behaviour sanitizers
+#   ./test.sh --tsan          the C++ tests that link neither LibTorch nor gRPC, under the thread sanitizer
 #   ./test.sh -- PYTEST_ARGS  only the integration tests, with these arguments
 set -euo pipefail
 cd "$(dirname "$0")"
-say() { printf '\033[1m==> %s\033[0m\n' "$*"; }
-start=$SECONDS
+say() { printf '\n\033[1m==> %s\033[0m\n' "$*"; }
 
-preset=release
-pytest_args=()
-only_pytest=no
+mode=all
+pytest_args=(-q)
 while [ $# -gt 0 ]; do
   case "$1" in
-    --asan) preset=asan ;;
+    --asan | --tsan) mode=${1#--} ;;
     --)
+      mode=integration
       shift
       pytest_args=("$@")
-      only_pytest=yes
+      set --
       break
       ;;
     -h | --help)
@@ -32,22 +32,40 @@ while [ $# -gt 0 ]; do
   shift
 done
 
+# check NAME COMMAND...: runs on after a failure, so that one run shows all of them.
+summary=()
+failed=0
+check() {
+  local name=$1 begin=$SECONDS verdict=passed
+  shift
+  say "$name"
+  "$@" || { verdict=FAILED; failed=1; }
+  summary+=("$(printf '%-8s %4d s  %s' "$verdict" $((SECONDS - begin)) "$name")")
+}
+
 scripts/setup.sh --tests
-say "Building ($preset)"
-scripts/build.sh "$preset"
-if [ "$only_pytest" = no ]; then
-  say "Protocol: buf lint"
-  .deps/venv/bin/buf lint proto
-  say "C++ tests"
-  ctest --preset "$preset" -j 2
+case "$mode" in
+  all | integration) presets=(release) ;;
+  asan | tsan) presets=("$mode") ;;
+esac
+[ "$mode" != all ] || presets+=(tsan)
+for preset in "${presets[@]}"; do
+  targets=()
+  [ "$preset" != tsan ] || targets=(h3_tsan_tests)
+  [ "$mode" != integration ] || targets=(h3-scheduler h3-worker h3ctl)
+  say "Building ($preset)"
+  scripts/build.sh "$preset" "${targets[@]}"
+done
+
+[ "$mode" != all ] || check "Protocol: buf lint" .deps/venv/bin/buf lint proto
+if [ "$mode" != integration ]; then
+  for preset in "${presets[@]}"; do check "C++ tests ($preset)" ctest --preset "$preset" -j "$(nproc)"; done
 fi
-if [ "$preset" = release ]; then
-  say "Thread sanitizer: what links neither LibTorch nor gRPC"
-  if [ "$only_pytest" = no ]; then
-    scripts/build.sh tsan h3_tsan_tests
-    ctest --preset tsan -j 2
-  fi
-  say "Integration tests: the real programs over real gRPC"
-  H3_BIN=build/release/bin .deps/venv/bin/python -m pytest tests/integration -q "${pytest_args[@]}"
+if [ "$mode" = all ] || [ "$mode" = integration ]; then
+  check "Integration tests: the real programs over real gRPC" \
+    env H3_BIN=build/release/bin .deps/venv/bin/python -m pytest tests/integration "${pytest_args[@]}"
 fi
-say "All tests passed in $((SECONDS - start)) s"
+
+say "Summary, after $SECONDS s in all"
+printf '    %s\n' "${summary[@]}"
+exit "$failed"

@@ -14,9 +14,8 @@ import dataclasses
 import json
 import pathlib
 
-import torch
+import numpy as np
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 
 @dataclasses.dataclass
@@ -68,77 +67,103 @@ def linears(s: Sizes, pruned: bool):
     yield "final_layer.audio_out", s.audio_channels, s.hidden, True, True
 
 
-def make_checkpoint(path, s: Sizes, pruned: bool, dtype, seed: int):
-    generator = torch.Generator().manual_seed(seed)
+class Noise:
+    """Uniform noise of a given rms, the same for the same seed."""
 
-    def noise(*shape, scale=1.0, to=torch.float32):
-        return (torch.randn(*shape, generator=generator) * scale).to(to)
+    def __init__(self, seed: int):
+        self._generator = np.random.default_rng(seed)
 
-    tensors = {}
+    def __call__(self, *shape, rms=1.0):
+        values = self._generator.random(shape, np.float32)
+        values -= np.float32(0.5)
+        values *= np.float32(12**0.5 * rms)
+        return values
+
+
+def save(path, tensors, dtypes=None, metadata=None):
+    """A safetensors file. `dtypes`: "bfloat16" by name, which numpy does not know; anything else is stored as it is."""
+    header, blobs, offset = {}, [], 0
+    if metadata:
+        header["__metadata__"] = metadata
+    for name, value in tensors.items():
+        code = {"float32": "F32", "int64": "I64"}[str(value.dtype)]
+        if (dtypes or {}).get(name) == "bfloat16":
+            bits = np.ascontiguousarray(value).view(np.uint32)
+            value, code = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16), "BF16"  # To the nearest, ties to even.
+        header[name] = {"dtype": code, "shape": value.shape, "data_offsets": [offset, offset + value.nbytes]}
+        blobs.append(value)
+        offset += value.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for blob in blobs:
+            blob.tofile(file)
+
+
+def make_checkpoint(path, s: Sizes, pruned: bool, dtype: str, seed: int):
+    noise = Noise(seed)
+    tensors, dtypes = {}, {}
+
+    def add(name, value, keep=False):
+        tensors[name] = value
+        dtypes[name] = "float32" if keep else dtype
+
     for name, out, inp, bias, keep in linears(s, pruned):
-        to = torch.float32 if keep else dtype
         # Modulation and residual branches small, as in a trained model: the stream neither dies nor explodes.
         scale = {"adaln_proj.linear": 0.3, "attn.out_proj": 0.5, "mlp.fc2": 0.5}.get(".".join(name.split(".")[-2:]), 1.0)
-        tensors[f"{name}.weight"] = noise(out, inp, scale=scale * inp**-0.5, to=to)
+        add(f"{name}.weight", noise(out, inp, rms=scale * inp**-0.5), keep)
         if bias:
-            tensors[f"{name}.bias"] = noise(out, scale=0.1, to=to)
-    for i in range(s.refiner_blocks):
-        norms(tensors, f"token_refiner.blocks.{i}", s, dtype)
-    for i in range(s.blocks):
-        norms(tensors, f"blocks.{i}", s, dtype)
-    tensors["token_refiner.final_norm.weight"] = torch.ones(s.hidden, dtype=dtype)
-    tensors["final_layer.norm.weight"] = torch.ones(s.hidden, dtype=dtype)
+            add(f"{name}.bias", noise(out, rms=0.1), keep)
+    for prefix in [*(f"token_refiner.blocks.{i}" for i in range(s.refiner_blocks)), *(f"blocks.{i}" for i in range(s.blocks))]:
+        for name, size in (("norm1", s.hidden), ("norm2", s.hidden), ("attn.q_norm", s.head_dim), ("attn.k_norm", s.head_dim)):
+            add(f"{prefix}.{name}.weight", np.ones(size, np.float32))
+    add("token_refiner.final_norm.weight", np.ones(s.hidden, np.float32))
+    add("final_layer.norm.weight", np.ones(s.hidden, np.float32))
     if pruned:
-        tensors["adaln_t_table"] = noise(s.curve_rows, s.curve_width).cumsum(0) * s.curve_rows**-0.5
+        add("adaln_t_table", noise(s.curve_rows, s.curve_width, rms=s.curve_rows**-0.5).cumsum(0), keep=True)
     n = s.rope_frequencies
-    tensors["rope.inv_freq"] = 1.0 / (10000.0 ** (torch.arange(0, 2 * n, 2, dtype=torch.float32) / (2 * n)))
-    save_file(tensors, str(path))
+    add("rope.inv_freq", (1.0 / 10000.0 ** (np.arange(0, 2 * n, 2) / (2 * n))).astype(np.float32), keep=True)
+    save(path, tensors, dtypes)
 
 
-def norms(tensors, prefix, s: Sizes, dtype):
-    for name, size in (("norm1", s.hidden), ("norm2", s.hidden), ("attn.q_norm", s.head_dim), ("attn.k_norm", s.head_dim)):
-        tensors[f"{prefix}.{name}.weight"] = torch.ones(size, dtype=dtype)
-
-
-def make_adapter(path, model, rank: int, adaln_rank: int, spelling: str, alpha, dtype, strength: float, seed: int):
+def make_adapter(path, model, rank: int, adaln_rank: int, spelling: str, alpha, dtype: str, strength: float, seed: int):
     """`strength`: rms of the delta against that of the weight, at strength 1."""
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    with safe_open(str(model), "pt") as file:
-        for key in file.keys():
-            module = key.removesuffix(".weight")
-            is_adaln = "adaln_proj" in module
-            if not (module.endswith(("qkv_proj", "out_proj", "fc1", "fc2")) or (is_adaln and key.endswith(".weight") and adaln_rank)):
-                continue
-            out, inp = file.get_slice(key).get_shape()
-            r = adaln_rank if is_adaln else rank
-            a = torch.randn(r, inp, generator=generator) * inp**-0.5
-            b = torch.randn(out, r, generator=generator) * strength * r**-0.5
-            if spelling == "kohya":
-                name = "lora_unet_" + module.replace(".", "_")
-                tensors[f"{name}.lora_down.weight"], tensors[f"{name}.lora_up.weight"] = a.to(dtype), b.to(dtype)
-                tensors[f"{name}.alpha"] = torch.tensor(float(alpha if alpha is not None else r))
-            else:
-                name = f"diffusion_model.{module}"
-                tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"] = a.to(dtype), b.to(dtype)
-                if alpha is not None:
-                    tensors[f"{name}.alpha"] = torch.tensor(float(alpha))
-    save_file(tensors, str(path))
+    noise = Noise(seed)
+    tensors, dtypes = {}, {}
+    with safe_open(str(model), "np") as file:
+        shapes = {key.removesuffix(".weight"): file.get_slice(key).get_shape() for key in file.keys() if key.endswith(".weight")}
+    for module, shape in shapes.items():
+        is_adaln = "adaln_proj" in module
+        if not (module.endswith(("qkv_proj", "out_proj", "fc1", "fc2")) or (is_adaln and adaln_rank)):
+            continue
+        out, inp = shape
+        r = adaln_rank if is_adaln else rank
+        if spelling == "kohya":
+            name, down, up = "lora_unet_" + module.replace(".", "_"), "lora_down", "lora_up"
+        else:
+            name, down, up = f"diffusion_model.{module}", "lora_A", "lora_B"
+        tensors[f"{name}.{down}.weight"] = noise(r, inp, rms=inp**-0.5)
+        tensors[f"{name}.{up}.weight"] = noise(out, r, rms=strength * r**-0.5)
+        dtypes[f"{name}.{down}.weight"] = dtypes[f"{name}.{up}.weight"] = dtype
+        if alpha is not None or spelling == "kohya":
+            tensors[f"{name}.alpha"] = np.array(r if alpha is None else alpha, np.float32)
+    save(path, tensors, dtypes)
 
 
 def make_request(path, s: Sizes, tokens: int, frames: int, height: int, width: int, audio: int, seed: int):
-    generator = torch.Generator().manual_seed(seed)
+    noise = Noise(seed)
     layout = {
         "keyframes": [], "refs": [], "base_sigma": 0.6, "video_shift": 12.0, "audio_shift": 3.0, "text_tokens": tokens,
         "latent_frames": frames, "latent_height": height, "latent_width": width, "audio_latents": audio,
     }
     tensors = {
-        "text": torch.randn(tokens, s.text_width, generator=generator),
-        "text_token_tags": torch.ones(tokens, dtype=torch.int64),
-        "target_video": torch.randn(1, s.video_channels, frames, height, width, generator=generator),
-        "target_audio_rows": torch.randn(2 * audio, s.audio_channels, generator=generator),
+        "text": noise(tokens, s.text_width),
+        "text_token_tags": np.ones(tokens, np.int64),
+        "target_video": noise(1, s.video_channels, frames, height, width),
+        "target_audio_rows": noise(2 * audio, s.audio_channels),
     }
-    save_file(tensors, str(path), metadata={"layout": json.dumps(layout)})
+    save(path, tensors, metadata={"layout": json.dumps(layout)})
 
 
 def main():
@@ -175,20 +200,20 @@ def main():
         arguments.path.mkdir(parents=True, exist_ok=True)
         (arguments.path / "adapters").mkdir(exist_ok=True)
         model = arguments.path / "h3-small.safetensors"
-        make_checkpoint(model, sizes, False, torch.float32, 0)
-        make_adapter(arguments.path / "adapters/turbo.safetensors", model, 64, 16, "comfy", None, torch.float32, 0.2, 1)
-        make_adapter(arguments.path / "adapters/style.safetensors", model, 32, 0, "kohya", 16, torch.float32, 0.2, 2)
+        make_checkpoint(model, sizes, False, "float32", 0)
+        make_adapter(arguments.path / "adapters/turbo.safetensors", model, 64, 16, "comfy", None, "float32", 0.2, 1)
+        make_adapter(arguments.path / "adapters/style.safetensors", model, 32, 0, "kohya", 16, "float32", 0.2, 2)
         make_request(arguments.path / "request.safetensors", sizes, 32, 5, 12, 16, 30, 3)
     elif arguments.command == "adapter":
         make_adapter(arguments.path, arguments.model, arguments.rank, arguments.adaln_rank, arguments.spelling, arguments.alpha,
-                     getattr(torch, arguments.dtype), arguments.strength, arguments.seed)
+                     arguments.dtype, arguments.strength, arguments.seed)
     else:
         sizes = dataclasses.replace(TRUE_WIDTH if arguments.true_width else Sizes())
         for field in dataclasses.fields(Sizes):
             if (value := getattr(arguments, field.name)) is not None:
                 setattr(sizes, field.name, value)
         if arguments.command == "checkpoint":
-            make_checkpoint(arguments.path, sizes, arguments.pruned, getattr(torch, arguments.dtype), arguments.seed)
+            make_checkpoint(arguments.path, sizes, arguments.pruned, arguments.dtype, arguments.seed)
         else:
             make_request(arguments.path, sizes, arguments.tokens, arguments.frames, arguments.height, arguments.width, arguments.audio, arguments.seed)
 

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <filesystem>
@@ -104,10 +105,15 @@ int Run(const Flags& flags) {
   auto& operations = *new OperationsService(core);
   (*exposer)->Add(std::make_shared<QueueCollector>([&core] {
     QueueGauges gauges;
-    gauges.queued = {static_cast<double>(core.dispatcher().queued(PriorityClass::kHigh)), static_cast<double>(core.dispatcher().queued(PriorityClass::kNormal)),
+    gauges.queued = {static_cast<double>(core.dispatcher().queued(PriorityClass::kHigh)),
+                     static_cast<double>(core.dispatcher().queued(PriorityClass::kNormal)),
                      static_cast<double>(core.dispatcher().queued(PriorityClass::kLow))};
     gauges.capacity = static_cast<double>(core.dispatcher().capacity());
+    gauges.buffered_bytes = static_cast<double>(core.buffered_bytes());
     gauges.running = static_cast<double>(core.dispatcher().running());
+    const double streaming =
+        static_cast<double>(core.admitted()) - static_cast<double>(core.dispatcher().queued()) - gauges.running;
+    gauges.streaming = std::max(0.0, streaming);  // Three readings: one may be older.
     gauges.sessions = static_cast<double>(core.sessions());
     for (const auto& worker : core.workers()) gauges.workers_ready += worker->state() == v1::WORKER_STATE_READY;
     return gauges;
@@ -132,34 +138,39 @@ int Run(const Flags& flags) {
     exit_code.store(code);
     leave.Notify();
   };
-  const std::vector<std::string> devices = flags.model.model.empty() ? std::vector<std::string>() : LocalDevices(flags.model.device);
+  const std::vector<std::string> devices =
+      flags.model.model.empty() ? std::vector<std::string>() : LocalDevices(flags.model.device);
   for (size_t i = 0; i < devices.size(); ++i) {
     const std::string name = absl::StrCat("local-", i);
     const std::string socket = absl::StrCat("unix:", sockets->path(), "/worker-", i, ".sock");
     const std::shared_ptr<WorkerLink> link = core.AddWorker(name);
-    std::vector<std::string> arguments = {"--supervised", "--listen", socket, "--metrics", flags.worker_metrics, "--adapters", flags.options.adapters};
+    std::vector<std::string> arguments = {
+        "--supervised", "--listen", socket, "--metrics", flags.worker_metrics, "--adapters", flags.options.adapters};
     for (std::string& argument : flags.model.Arguments(devices[i])) arguments.push_back(std::move(argument));
-    local.push_back(std::make_unique<WorkerProcess>(WorkerProcessOptions{
-        .binary = flags.worker_binary.empty() ? BesideUs("h3-worker") : flags.worker_binary,
-        .arguments = arguments,
-        .on_ready =
-            [link, name, &any_served](const std::string& ready) {
-              spdlog::info("worker {} serves, metrics at {}", name, ReadyField(ready, "metrics="));
-              any_served.store(true);
-              link->Connect(ReadyField(ready, "grpc="));
-            },
-        .on_lost =
-            [link, name, &metrics, &any_served, &failed_first, &leave_once, count = devices.size()](const std::string& how, int restarts, absl::Duration delay) {
-              link->Disconnect(how);
-              // What has never worked is a wrong flag or a wrong file: say so and leave, instead of trying for ever.
-              if (restarts == 0 && failed_first.fetch_add(1) + 1 == count && !any_served.load()) {
-                spdlog::error(absl::StrCat("worker ", name, " ", how, " and has never served; giving up"));
-                return leave_once(1);
-              }
-              spdlog::error(absl::StrCat("worker ", name, " ", how, "; restart ", restarts + 1, " in ", absl::FormatDuration(delay)));
-              link->CountRestart();
-              metrics.worker_restarts.Increment();
-            }}));
+    local.push_back(std::make_unique<WorkerProcess>(
+        WorkerProcessOptions{.binary = flags.worker_binary.empty() ? BesideUs("h3-worker") : flags.worker_binary,
+                             .arguments = arguments,
+                             .on_ready =
+                                 [link, name, &any_served](const std::string& ready) {
+                                   spdlog::info("worker {} serves, metrics at {}", name, ReadyField(ready, "metrics="));
+                                   any_served.store(true);
+                                   link->Connect(ReadyField(ready, "grpc="));
+                                 },
+                             .on_lost =
+                                 [link, name, &metrics, &any_served, &failed_first, &leave_once, count = devices.size()](
+                                     const std::string& how, int restarts, absl::Duration delay) {
+                                   link->Disconnect(how);
+                                   // What has never worked is a wrong flag or a wrong file: say so and leave, instead of trying
+                                   // for ever.
+                                   if (restarts == 0 && failed_first.fetch_add(1) + 1 == count && !any_served.load()) {
+                                     spdlog::error(absl::StrCat("worker ", name, " ", how, " and has never served; giving up"));
+                                     return leave_once(1);
+                                   }
+                                   spdlog::error(absl::StrCat("worker ", name, " ", how, "; restart ", restarts + 1, " in ",
+                                                              absl::FormatDuration(delay)));
+                                   link->CountRestart();
+                                   metrics.worker_restarts.Increment();
+                                 }}));
   }
   for (const std::string& address : flags.workers) core.AddWorker(address)->Connect(address);
   if (!flags.worker_dns.empty()) core.AddWorker(flags.worker_dns)->Connect(absl::StrCat("dns:///", flags.worker_dns));
@@ -196,32 +207,64 @@ int main(int argc, char** argv) {
   h3::BlockStopSignals();
   h3::SetUpLogging("h3-scheduler");
   h3::Flags flags;
-  CLI::App app("Serves MiniMax-H3 over gRPC: queues requests, routes them to workers, shows where every byte of device memory is. With --model it starts "
-               "and watches a worker on this machine; with --worker it uses workers elsewhere.");
-  app.add_option("--listen", flags.listen, "Where clients find it: HOST:PORT (port 0: a free one) or unix:PATH")->capture_default_str();
-  app.add_option("--metrics", flags.metrics, "HOST:PORT of /metrics for Prometheus")->capture_default_str();
-  app.add_option("--adapters", flags.options.adapters, "Directory of adapters; a name is a path below it without .safetensors")->check(CLI::ExistingDirectory)
+  CLI::App app(
+      "Serves MiniMax-H3 over gRPC: queues requests, routes them to workers, shows where every byte of device memory is. With "
+      "--model it starts "
+      "and watches a worker on this machine; with --worker it uses workers elsewhere.");
+  app.add_option("--listen", flags.listen, "Where clients find it: HOST:PORT (port 0: a free one) or unix:PATH")
       ->capture_default_str();
-  app.add_option("--worker", flags.workers, "HOST:PORT of an h3-worker elsewhere; may be given several times")->group("Workers");
-  app.add_option("--worker-dns", flags.worker_dns, "NAME:PORT of an h3-worker that a DNS name leads to; one of its addresses is used")->group("Workers");
-  app.add_option("--worker-metrics", flags.worker_metrics, "HOST:PORT of the local worker's /metrics")->capture_default_str()->group("Workers");
-  app.add_option("--worker-binary", flags.worker_binary, "The h3-worker to start; default: the one beside this program")->group("Workers");
-  app.add_option("--queue-capacity", flags.options.queue_capacity, "Requests that may wait; more are refused with QUEUE_FULL")->check(CLI::Range(1, 100000))
-      ->capture_default_str()->group("Limits");
-  app.add_option("--max-request", flags.max_request, "Bytes of tensors that one request may bring")->capture_default_str()->group("Limits")
-      ->check([](const std::string& text) { return h3::ParseBytes(text).ok() ? "" : "not a number of bytes such as 1GiB: " + text; });
-  app.add_option("--max-buffered", flags.max_buffered, "Bytes of tensors of all requests that wait; what does not fit is refused with QUEUE_FULL")
-      ->capture_default_str()->group("Limits")
-      ->check([](const std::string& text) { return h3::ParseBytes(text).ok() ? "" : "not a number of bytes such as 8GiB: " + text; });
-  app.add_option("--max-sessions", flags.options.max_sessions_per_worker, "Evaluate sessions per worker")->check(CLI::Range(1, 10000))->capture_default_str()->group("Limits");
-  app.add_option("--session-idle", flags.session_idle_seconds, "Seconds after which an idle session is closed")->check(CLI::Range(0.1, 86400.0))
-      ->capture_default_str()->group("Limits");
+  app.add_option("--metrics", flags.metrics, "HOST:PORT of /metrics for Prometheus")->capture_default_str();
+  app.add_option("--adapters", flags.options.adapters, "Directory of adapters; a name is a path below it without .safetensors")
+      ->check(CLI::ExistingDirectory)
+      ->capture_default_str();
+  app.add_option("--worker", flags.workers, "HOST:PORT of an h3-worker elsewhere; may be given several times")
+      ->group("Workers");
+  app.add_option("--worker-dns", flags.worker_dns,
+                 "NAME:PORT of an h3-worker that a DNS name leads to; one of its addresses is used")
+      ->group("Workers");
+  app.add_option("--worker-metrics", flags.worker_metrics, "HOST:PORT of the local worker's /metrics")
+      ->capture_default_str()
+      ->group("Workers");
+  app.add_option("--worker-binary", flags.worker_binary, "The h3-worker to start; default: the one beside this program")
+      ->group("Workers");
+  app.add_option("--queue-capacity", flags.options.queue_capacity, "Requests that may wait; more are refused with QUEUE_FULL")
+      ->check(CLI::Range(1, 100000))
+      ->capture_default_str()
+      ->group("Limits");
+  app.add_option("--max-request", flags.max_request, "Bytes of tensors that one request may bring")
+      ->capture_default_str()
+      ->group("Limits")
+      ->check([](const std::string& text) {
+        return h3::ParseBytes(text).ok() ? "" : "not a number of bytes such as 1GiB: " + text;
+      });
+  app.add_option("--max-buffered", flags.max_buffered,
+                 "Bytes of tensors of all requests that wait; what does not fit is refused with QUEUE_FULL")
+      ->capture_default_str()
+      ->group("Limits")
+      ->check([](const std::string& text) {
+        return h3::ParseBytes(text).ok() ? "" : "not a number of bytes such as 8GiB: " + text;
+      });
+  app.add_option("--max-sessions", flags.options.max_sessions_per_worker, "Evaluate sessions per worker")
+      ->check(CLI::Range(1, 10000))
+      ->capture_default_str()
+      ->group("Limits");
+  app.add_option("--session-idle", flags.session_idle_seconds, "Seconds after which an idle session is closed")
+      ->check(CLI::Range(0.1, 86400.0))
+      ->capture_default_str()
+      ->group("Limits");
   flags.model.AddTo(app, false);
-  app.footer("Prints `ready grpc=HOST:PORT metrics=HOST:PORT` when the first worker serves. SIGTERM drains, a second one exits at once.\n"
-             "Example: h3-scheduler --model h3-pruned.safetensors --adapters loras");
+  app.get_option("--device")
+      ->description(
+          "Device of the workers: auto (an accelerator where there is one), cpu, cuda, cuda:N; cuda:all starts one worker for "
+          "each");
+  app.footer(
+      "Prints `ready grpc=HOST:PORT metrics=HOST:PORT` when the first worker serves. SIGTERM drains, a second one exits at "
+      "once.\n"
+      "Example: h3-scheduler --model h3-pruned.safetensors --adapters loras");
   CLI11_PARSE(app, argc, argv);
   if (flags.model.model.empty() == (flags.workers.empty() && flags.worker_dns.empty())) {
-    std::fprintf(stderr, "give either --model PATH (workers on this machine), or --worker HOST:PORT or --worker-dns NAME:PORT\n");
+    std::fprintf(stderr,
+                 "give either --model PATH (workers on this machine), or --worker HOST:PORT or --worker-dns NAME:PORT\n");
     return 2;
   }
   if (!flags.model.model.empty() && h3::LocalDevices(flags.model.device).empty()) {

@@ -42,7 +42,9 @@ class SchedulerMetrics {
 struct QueueGauges {
   std::array<double, 3> queued{};  // high, normal, low
   double capacity = 0;
+  double buffered_bytes = 0;
   double running = 0;
+  double streaming = 0;  // Computed, on the way to their clients.
   double sessions = 0;
   double workers_ready = 0;
 };

@@ -51,9 +51,11 @@ absl::Status Unknown(const std::string& name) {
 // The HEX of "sha256:HEX".
 absl::StatusOr<std::string> ParseDigest(const std::string& name) {
   const std::string digest = name.substr(kDigestPrefix.size());
-  const bool hex = std::all_of(digest.begin(), digest.end(), [](char c) { return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'f'); });
+  const bool hex =
+      std::all_of(digest.begin(), digest.end(), [](char c) { return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'f'); });
   if (digest.size() == kDigestChars && hex) return digest;
-  return RefuseArgument(reason::kUnknownAdapter, "not an adapter name: after sha256: come 64 lower-case hexadecimal digits", {{"adapter", name}});
+  return RefuseArgument(reason::kUnknownAdapter, "not an adapter name: after sha256: come 64 lower-case hexadecimal digits",
+                        {{"adapter", name}});
 }
 
 }  // namespace
@@ -76,7 +78,8 @@ absl::StatusOr<std::shared_ptr<const AdapterRegistry::Content>> AdapterRegistry:
   for (const TensorInfo& tensor : content->header.tensors) {
     if (tensor.bytes > 8) continue;
     std::string bytes(static_cast<size_t>(tensor.bytes), '\0');
-    if (pread(file.get(), bytes.data(), bytes.size(), tensor.offset) != static_cast<ssize_t>(bytes.size())) return absl::InternalError("cannot read the adapter");
+    if (pread(file.get(), bytes.data(), bytes.size(), tensor.offset) != static_cast<ssize_t>(bytes.size()))
+      return absl::InternalError("cannot read the adapter");
     content->scalars[tensor.name] = std::move(bytes);
   }
   absl::MutexLock lock(&mu_);
@@ -116,8 +119,9 @@ absl::StatusOr<ResolvedAdapter> AdapterRegistry::Resolve(const StackEntry& entry
   const auto content = Read(entry.adapter);
   if (!content.ok()) return named(content.status());
   if (!entry.digest.empty() && entry.digest != (*content)->digest) {
-    return named(Refuse(absl::StatusCode::kFailedPrecondition, reason::kBaseMismatch,
-                        absl::StrCat("adapter ", entry.adapter, " is ", (*content)->digest, " now, the request pins ", entry.digest)));
+    return named(
+        Refuse(absl::StatusCode::kFailedPrecondition, reason::kBaseMismatch,
+               absl::StrCat("adapter ", entry.adapter, " is ", (*content)->digest, " now, the request pins ", entry.digest)));
   }
   IntakeOptions options;
   options.base_partition = base.partition;
@@ -125,14 +129,15 @@ absl::StatusOr<ResolvedAdapter> AdapterRegistry::Resolve(const StackEntry& entry
   options.grid_width = base.grid_width;
   options.alpha = entry.alpha;
   options.leave_out = entry.leave_out;
-  const auto manifest = ReadAdapter(
-      (*content)->header,
-      [&](const TensorInfo& tensor) -> absl::StatusOr<std::string> {
-        const auto found = (*content)->scalars.find(tensor.name);
-        if (found == (*content)->scalars.end()) return RefuseArgument(reason::kBadScale, absl::StrCat("alpha ", tensor.name, " is not one number"));
-        return found->second;
-      },
-      base.geometry, options);
+  const auto manifest =
+      ReadAdapter((*content)->header,
+                  [&](const TensorInfo& tensor) -> absl::StatusOr<std::string> {
+                    const auto found = (*content)->scalars.find(tensor.name);
+                    if (found == (*content)->scalars.end())
+                      return RefuseArgument(reason::kBadScale, absl::StrCat("alpha ", tensor.name, " is not one number"));
+                    return found->second;
+                  },
+                  base.geometry, options);
   if (!manifest.ok()) return named(manifest.status());
   ResolvedAdapter resolved{.adapter = entry.adapter, .digest = (*content)->digest, .strength = entry.strength};
   resolved.scales = SummariseScales(*manifest, base.geometry);
@@ -158,7 +163,8 @@ absl::StatusOr<std::vector<RegisteredAdapter>> AdapterRegistry::List() {
     if (static_cast<int64_t>(adapters.size()) == kMaxListed) break;
     adapters.push_back({.name = name, .file_bytes = static_cast<int64_t>(it->file_size(ignored))});
   }
-  std::sort(adapters.begin(), adapters.end(), [](const RegisteredAdapter& a, const RegisteredAdapter& b) { return a.name < b.name; });
+  std::sort(adapters.begin(), adapters.end(),
+            [](const RegisteredAdapter& a, const RegisteredAdapter& b) { return a.name < b.name; });
   absl::MutexLock lock(&mu_);
   for (RegisteredAdapter& adapter : adapters) {
     const auto known = contents_.find(adapter.name);

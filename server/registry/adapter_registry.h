@@ -1,4 +1,5 @@
-// The adapters directory of a scheduler. An adapter is its content (SHA-256); a name is an alias of the file below the directory.
+// The adapters directory of a scheduler. An adapter is its content (SHA-256); a name is an alias of the file below the
+// directory.
 #pragma once
 
 #include <cstdint>
@@ -40,8 +41,10 @@ class AdapterRegistry {
   absl::StatusOr<RegisteredAdapter> Find(const std::string& name) ABSL_LOCKS_EXCLUDED(mu_);
 
   // What a stack entry is on that base: digest pinned, scales and their sources from the header. Refusals as ReadAdapter's, and
-  // NOT_FOUND / UNKNOWN_ADAPTER; FAILED_PRECONDITION / BASE_MISMATCH when the entry pins another digest. The message names the entry.
-  absl::StatusOr<ResolvedAdapter> Resolve(const StackEntry& entry, size_t index, const BaseFacts& base) ABSL_LOCKS_EXCLUDED(mu_);
+  // NOT_FOUND / UNKNOWN_ADAPTER; FAILED_PRECONDITION / BASE_MISMATCH when the entry pins another digest. The message names the
+  // entry.
+  absl::StatusOr<ResolvedAdapter> Resolve(const StackEntry& entry, size_t index, const BaseFacts& base)
+      ABSL_LOCKS_EXCLUDED(mu_);
 
   // Every safetensors file below the directory, by name.
   absl::StatusOr<std::vector<RegisteredAdapter>> List() ABSL_LOCKS_EXCLUDED(mu_);

@@ -41,18 +41,21 @@ std::vector<std::shared_ptr<WorkerLink>> ReadyWorkers(const SchedulerCore& core)
 }
 
 absl::Status FileQueueFull() {
-  return Refuse(absl::StatusCode::kResourceExhausted, reason::kQueueFull, "too many requests wait for the adapters directory", {{"retry_seconds", "1"}});
+  return Refuse(absl::StatusCode::kResourceExhausted, reason::kQueueFull, "too many requests wait for the adapters directory",
+                {{"retry_seconds", "1"}});
 }
 
 absl::Status NoWorker() {
-  return Refuse(absl::StatusCode::kUnavailable, reason::kWorkerLost, "no worker is ready; see `h3ctl status`", {{"retry_seconds", "1"}});
+  return Refuse(absl::StatusCode::kUnavailable, reason::kWorkerLost, "no worker is ready; see `h3ctl status`",
+                {{"retry_seconds", "1"}});
 }
 
 // One call to each worker; `done` runs when all have answered, with their answers and failures.
 template <typename Request, typename Response>
 class FanOut : public std::enable_shared_from_this<FanOut<Request, Response>> {
  public:
-  using Method = void (*)(v1::Worker::Stub&, grpc::ClientContext*, const Request*, Response*, std::function<void(grpc::Status)>);
+  using Method = void (*)(v1::Worker::Stub&, grpc::ClientContext*, const Request*, Response*,
+                          std::function<void(grpc::Status)>);
   struct Answer {
     std::string worker;
     absl::Status status;
@@ -76,7 +79,8 @@ class FanOut : public std::enable_shared_from_this<FanOut<Request, Response>> {
         fan->Answered(i, grpc::Status(grpc::StatusCode::UNAVAILABLE, "lost"));
         continue;
       }
-      method(*stub, fan->contexts_[i].get(), &fan->request_, &fan->answers_[i].response, [fan, stub, i](const grpc::Status& status) { fan->Answered(i, status); });
+      method(*stub, fan->contexts_[i].get(), &fan->request_, &fan->answers_[i].response,
+             [fan, stub, i](const grpc::Status& status) { fan->Answered(i, status); });
     }
   }
 
@@ -107,7 +111,8 @@ grpc::ServerUnaryReactor* AdaptersService::ListAdapters(grpc::CallbackServerCont
     const std::map<std::string, v1::Adapter> resident = Resident(core_);
     for (const RegisteredAdapter& adapter : *adapters) {
       v1::Adapter& line = *response->add_adapters();
-      if (const auto found = resident.find(adapter.digest); found != resident.end() && !adapter.digest.empty()) line = found->second;
+      if (const auto found = resident.find(adapter.digest); found != resident.end() && !adapter.digest.empty())
+        line = found->second;
       line.set_name(adapter.name);
       line.set_digest(adapter.digest);
       line.set_file_bytes(static_cast<uint64_t>(adapter.file_bytes));
@@ -118,7 +123,8 @@ grpc::ServerUnaryReactor* AdaptersService::ListAdapters(grpc::CallbackServerCont
   return reactor;
 }
 
-grpc::ServerUnaryReactor* AdaptersService::LoadAdapter(grpc::CallbackServerContext* context, const v1::LoadAdapterRequest* request,
+grpc::ServerUnaryReactor* AdaptersService::LoadAdapter(grpc::CallbackServerContext* context,
+                                                       const v1::LoadAdapterRequest* request,
                                                        v1::LoadAdapterResponse* response) {
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
   if (const absl::Status serving = core_.CheckServing(); !serving.ok()) {
@@ -133,27 +139,32 @@ grpc::ServerUnaryReactor* AdaptersService::LoadAdapter(grpc::CallbackServerConte
     v1::WorkerLoadAdapterRequest load;
     load.set_digest(found->digest);
     load.set_name(found->name);
-    Load::Run(workers, load, [](v1::Worker::Stub& stub, grpc::ClientContext* c, const auto* q, auto* r, auto f) { stub.async()->LoadAdapter(c, q, r, std::move(f)); },
-              [reactor, request, response, found = *found](std::vector<Load::Answer> answers) {
-                for (const Load::Answer& answer : answers) {
-                  if (!answer.status.ok()) return reactor->Finish(ToGrpc(answer.status));
-                }
-                *response->mutable_resolved() = answers.front().response.resolved();
-                response->mutable_resolved()->set_adapter(request->name());
-                v1::Adapter& adapter = *response->mutable_adapter();
-                adapter.set_name(request->name());
-                adapter.set_digest(found.digest);
-                adapter.set_file_bytes(static_cast<uint64_t>(found.file_bytes));
-                adapter.set_bytes(answers.front().response.resolved().bytes());
-                adapter.set_resident(true);
-                reactor->Finish(grpc::Status::OK);
-              });
+    Load::Run(
+        workers, load,
+        [](v1::Worker::Stub& stub, grpc::ClientContext* c, const auto* q, auto* r, auto f) {
+          stub.async()->LoadAdapter(c, q, r, std::move(f));
+        },
+        [reactor, request, response, found = *found](std::vector<Load::Answer> answers) {
+          for (const Load::Answer& answer : answers) {
+            if (!answer.status.ok()) return reactor->Finish(ToGrpc(answer.status));
+          }
+          *response->mutable_resolved() = answers.front().response.resolved();
+          response->mutable_resolved()->set_adapter(request->name());
+          v1::Adapter& adapter = *response->mutable_adapter();
+          adapter.set_name(request->name());
+          adapter.set_digest(found.digest);
+          adapter.set_file_bytes(static_cast<uint64_t>(found.file_bytes));
+          adapter.set_bytes(answers.front().response.resolved().bytes());
+          adapter.set_resident(true);
+          reactor->Finish(grpc::Status::OK);
+        });
   });
   if (!posted) reactor->Finish(ToGrpc(FileQueueFull()));
   return reactor;
 }
 
-grpc::ServerUnaryReactor* AdaptersService::UnloadAdapter(grpc::CallbackServerContext* context, const v1::UnloadAdapterRequest* request,
+grpc::ServerUnaryReactor* AdaptersService::UnloadAdapter(grpc::CallbackServerContext* context,
+                                                         const v1::UnloadAdapterRequest* request,
                                                          v1::UnloadAdapterResponse* response) {
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
   const bool posted = core_.PostFileWork([this, reactor, request, response] {
@@ -163,24 +174,28 @@ grpc::ServerUnaryReactor* AdaptersService::UnloadAdapter(grpc::CallbackServerCon
     if (!digest.ok()) return reactor->Finish(ToGrpc(digest.status()));
     v1::WorkerUnloadAdapterRequest unload;
     unload.set_digest(*digest);
-    Unload::Run(workers, unload, [](v1::Worker::Stub& stub, grpc::ClientContext* c, const auto* q, auto* r, auto f) { stub.async()->UnloadAdapter(c, q, r, std::move(f)); },
-                [reactor, response](std::vector<Unload::Answer> answers) {
-                  // Workers that do not hold it are no failure, unless none does.
-                  std::optional<absl::Status> failure, missing;
-                  bool freed = false;
-                  for (const Unload::Answer& answer : answers) {
-                    if (answer.status.ok()) {
-                      freed = true;
-                      response->set_freed_bytes(response->freed_bytes() + answer.response.freed_bytes());
-                    } else if (absl::IsNotFound(answer.status)) {
-                      missing = answer.status;
-                    } else {
-                      failure = answer.status;
-                    }
-                  }
-                  if (!failure.has_value() && !freed) failure = missing;
-                  reactor->Finish(failure.has_value() ? ToGrpc(*failure) : grpc::Status::OK);
-                });
+    Unload::Run(
+        workers, unload,
+        [](v1::Worker::Stub& stub, grpc::ClientContext* c, const auto* q, auto* r, auto f) {
+          stub.async()->UnloadAdapter(c, q, r, std::move(f));
+        },
+        [reactor, response](std::vector<Unload::Answer> answers) {
+          // Workers that do not hold it are no failure, unless none does.
+          std::optional<absl::Status> failure, missing;
+          bool freed = false;
+          for (const Unload::Answer& answer : answers) {
+            if (answer.status.ok()) {
+              freed = true;
+              response->set_freed_bytes(response->freed_bytes() + answer.response.freed_bytes());
+            } else if (absl::IsNotFound(answer.status)) {
+              missing = answer.status;
+            } else {
+              failure = answer.status;
+            }
+          }
+          if (!failure.has_value() && !freed) failure = missing;
+          reactor->Finish(failure.has_value() ? ToGrpc(*failure) : grpc::Status::OK);
+        });
   });
   if (!posted) reactor->Finish(ToGrpc(FileQueueFull()));
   return reactor;

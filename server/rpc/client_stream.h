@@ -18,7 +18,8 @@ namespace h3 {
 
 // Owns itself from Begin until OnEnd has been called.
 template <typename Request, typename Response>
-class ClientStream : public grpc::ClientBidiReactor<Request, Response>, public std::enable_shared_from_this<ClientStream<Request, Response>> {
+class ClientStream : public grpc::ClientBidiReactor<Request, Response>,
+                     public std::enable_shared_from_this<ClientStream<Request, Response>> {
  public:
   using Source = std::function<bool(Request&)>;
 

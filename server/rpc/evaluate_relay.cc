@@ -19,7 +19,8 @@ class EvaluateRelay;
 // The call to the worker.
 class WorkerEvaluate final : public ClientStream<v1::EvaluateRequest, v1::EvaluateResponse> {
  public:
-  WorkerEvaluate(std::shared_ptr<EvaluateRelay> relay, std::string worker) : relay_(std::move(relay)), worker_(std::move(worker)) {}
+  WorkerEvaluate(std::shared_ptr<EvaluateRelay> relay, std::string worker)
+      : relay_(std::move(relay)), worker_(std::move(worker)) {}
 
  private:
   void OnMessage(v1::EvaluateResponse& response) override;
@@ -60,7 +61,8 @@ class EvaluateRelay final : public StreamCall<v1::EvaluateRequest, v1::EvaluateR
       absl::MutexLock lock(&relay_mu_);
       stream_ = nullptr;
     }
-    if (worker_ != nullptr) core_.CloseSession(*worker_);
+    if (absl::IsUnavailable(status) && !Gone()) worker_->Suspect(std::string(status.message()));
+    core_.CloseSession(*worker_);
     Close(status);
   }
 
@@ -80,7 +82,8 @@ class EvaluateRelay final : public StreamCall<v1::EvaluateRequest, v1::EvaluateR
     }
     if (stream == nullptr) return Refused(RefuseArgument(reason::kBadRequest, "a session begins with its header"));
     if (request.has_evaluation()) {
-      if (const absl::Status status = CheckTensorSpecs(request.evaluation().tensors(), core_.options().max_request_bytes); !status.ok()) {
+      if (const absl::Status status = CheckTensorSpecs(request.evaluation().tensors(), core_.options().max_request_bytes);
+          !status.ok()) {
         return Refused(status);
       }
     }
@@ -109,7 +112,9 @@ class EvaluateRelay final : public StreamCall<v1::EvaluateRequest, v1::EvaluateR
     header_ = std::move(*request.mutable_header());
     H3_ASSIGN_OR_RETURN(request_, CheckRequest(core_, header_, false, 0));
     auto self = std::static_pointer_cast<EvaluateRelay>(shared_from_this());
-    core_.ResolveStack(request_.stack, request_.base.facts, [self](absl::StatusOr<std::vector<ResolvedAdapter>> resolved) { self->OnResolved(std::move(resolved)); });
+    core_.ResolveStack(request_.stack, request_.base.facts, [self](absl::StatusOr<std::vector<ResolvedAdapter>> resolved) {
+      self->OnResolved(std::move(resolved));
+    });
     return absl::OkStatus();
   }
 
@@ -121,7 +126,8 @@ class EvaluateRelay final : public StreamCall<v1::EvaluateRequest, v1::EvaluateR
     if (!worker.ok()) return Refused(worker.status());
     worker_ = *worker;
     const std::shared_ptr<v1::Worker::Stub> stub = worker_->stub();
-    auto stream = std::make_shared<WorkerEvaluate>(std::static_pointer_cast<EvaluateRelay>(shared_from_this()), worker_->name());
+    auto stream =
+        std::make_shared<WorkerEvaluate>(std::static_pointer_cast<EvaluateRelay>(shared_from_this()), worker_->name());
     bool start = false;
     {
       absl::MutexLock lock(&relay_mu_);
@@ -134,7 +140,8 @@ class EvaluateRelay final : public StreamCall<v1::EvaluateRequest, v1::EvaluateR
     }
     if (!start) {
       core_.CloseSession(*worker_);
-      return Refused(Refuse(absl::StatusCode::kUnavailable, reason::kWorkerLost, "the worker was lost before the session was open", {{"retry_seconds", "1"}}));
+      return Refused(Refuse(absl::StatusCode::kUnavailable, reason::kWorkerLost,
+                            "the worker was lost before the session was open", {{"retry_seconds", "1"}}));
     }
     v1::EvaluateResponse response;
     v1::Accepted& accepted = *response.mutable_accepted();
@@ -175,8 +182,8 @@ class EvaluateRelay final : public StreamCall<v1::EvaluateRequest, v1::EvaluateR
     }
   }
 
-  // Ends the session of a client that says nothing for too long: it holds memory that others may need. A client that waits for an
-  // answer, however long that takes, is not idle.
+  // Ends the session of a client that says nothing for too long: it holds memory that others may need. A client that waits for
+  // an answer, however long that takes, is not idle.
   void WatchIdle(absl::Duration wait) {
     auto alarm = std::make_shared<grpc::Alarm>();
     {
@@ -192,11 +199,13 @@ class EvaluateRelay final : public StreamCall<v1::EvaluateRequest, v1::EvaluateR
       {
         absl::MutexLock lock(&self->relay_mu_);
         const bool computing = self->owed_answers_ > 0 && self->owed_bytes_ <= 0;
-        left = computing ? self->core_.options().session_idle : self->last_activity_ + self->core_.options().session_idle - absl::Now();
+        left = computing ? self->core_.options().session_idle
+                         : self->last_activity_ + self->core_.options().session_idle - absl::Now();
       }
       if (left > absl::ZeroDuration()) return self->WatchIdle(left);
       self->Close(Refuse(absl::StatusCode::kDeadlineExceeded, "SESSION_IDLE",
-                         absl::StrCat("the session was idle for ", absl::FormatDuration(self->core_.options().session_idle), " and is closed; open a new one")));
+                         absl::StrCat("the session was idle for ", absl::FormatDuration(self->core_.options().session_idle),
+                                      " and is closed; open a new one")));
       self->Leave();
     });
   }
@@ -234,8 +243,8 @@ class EvaluateRelay final : public StreamCall<v1::EvaluateRequest, v1::EvaluateR
   std::shared_ptr<WorkerEvaluate> stream_ ABSL_GUARDED_BY(relay_mu_);
   std::shared_ptr<grpc::Alarm> idle_alarm_ ABSL_GUARDED_BY(relay_mu_);
   absl::Time last_activity_ ABSL_GUARDED_BY(relay_mu_);
-  int64_t owed_answers_ ABSL_GUARDED_BY(relay_mu_) = 0;  // By the worker: ready, results.
-  int64_t owed_bytes_ ABSL_GUARDED_BY(relay_mu_) = 0;    // By the client: announced, not sent.
+  int64_t owed_answers_ ABSL_GUARDED_BY(relay_mu_) = 0;   // By the worker: ready, results.
+  int64_t owed_bytes_ ABSL_GUARDED_BY(relay_mu_) = 0;     // By the client: announced, not sent.
   bool worker_waits_ ABSL_GUARDED_BY(relay_mu_) = false;  // For us to read its next message.
   bool client_waits_ ABSL_GUARDED_BY(relay_mu_) = false;
   bool gone_ ABSL_GUARDED_BY(relay_mu_) = false;
@@ -247,7 +256,8 @@ void WorkerEvaluate::OnEnd(const grpc::Status& status) { relay_->OnWorkerEnd(Fro
 
 }  // namespace
 
-grpc::ServerBidiReactor<v1::EvaluateRequest, v1::EvaluateResponse>* GenerationService::Evaluate(grpc::CallbackServerContext* context) {
+grpc::ServerBidiReactor<v1::EvaluateRequest, v1::EvaluateResponse>* GenerationService::Evaluate(
+    grpc::CallbackServerContext* context) {
   auto relay = std::make_shared<EvaluateRelay>(core_, context);
   relay->Start();
   return relay.get();

@@ -16,7 +16,9 @@ namespace {
 constexpr size_t kMaxRequestId = 128;
 
 PriorityClass ToPriority(v1::Priority priority) {
-  return priority == v1::PRIORITY_HIGH ? PriorityClass::kHigh : priority == v1::PRIORITY_LOW ? PriorityClass::kLow : PriorityClass::kNormal;
+  return priority == v1::PRIORITY_HIGH  ? PriorityClass::kHigh
+         : priority == v1::PRIORITY_LOW ? PriorityClass::kLow
+                                        : PriorityClass::kNormal;
 }
 
 class GenerateRelay;
@@ -24,8 +26,8 @@ class GenerateRelay;
 // The call to the worker.
 class WorkerGenerate final : public ClientStream<v1::GenerateRequest, v1::GenerateResponse> {
  public:
-  WorkerGenerate(std::shared_ptr<GenerateRelay> relay, std::string worker) : relay_(std::move(relay)), worker_(std::move(worker)) {}
-  const std::string& worker() const { return worker_; }
+  WorkerGenerate(std::shared_ptr<GenerateRelay> relay, std::string worker)
+      : relay_(std::move(relay)), worker_(std::move(worker)) {}
 
  private:
   void OnMessage(v1::GenerateResponse& response) override;
@@ -37,9 +39,11 @@ class WorkerGenerate final : public ClientStream<v1::GenerateRequest, v1::Genera
 
 class GenerateRelay final : public StreamCall<v1::GenerateRequest, v1::GenerateResponse>, public Ticket {
  public:
-  GenerateRelay(SchedulerCore& core, grpc::CallbackServerContext* context) : StreamCall(context), core_(core), start_(absl::Now()) {}
+  GenerateRelay(SchedulerCore& core, grpc::CallbackServerContext* context)
+      : StreamCall(context), core_(core), start_(absl::Now()) {}
 
-  // From the worker: passed on one by one; the next is read when this one is written.
+  // From the worker. Of progress a slow client gets the newest; results are passed on one by one, the next is read when this
+  // one is written. The next request starts on the worker as soon as this one has computed, however slowly its client reads.
   void OnWorkerMessage(v1::GenerateResponse& from_worker) {
     v1::GenerateResponse response = std::move(from_worker);  // The next read may fill it as soon as more is wanted.
     {
@@ -47,22 +51,26 @@ class GenerateRelay final : public StreamCall<v1::GenerateRequest, v1::GenerateR
       want_more_ = true;
     }
     if (response.has_accepted()) return ReadMoreFromWorker();  // Ours went out when the request was queued.
+    if (response.has_progress()) {
+      SendNewest(std::move(response));
+      return ReadMoreFromWorker();
+    }
+    if (response.has_result()) core_.Finish(Id(), absl::ToDoubleSeconds(absl::Now() - assigned_at_));
     if (response.has_completed()) {
-      run_seconds_ = response.completed().prepare_seconds() + response.completed().denoise_seconds();
       response.mutable_completed()->set_queued_seconds(absl::ToDoubleSeconds(assigned_at_ - queued_at_));
-      response.mutable_completed()->set_worker(worker_name_);
+      response.mutable_completed()->set_worker(worker_->name());
     }
     if (Gone()) return ReadMoreFromWorker();
     Send(std::move(response));
   }
   void OnWorkerEnd(const absl::Status& status) {
-    RequestId id = 0;
     {
       absl::MutexLock lock(&relay_mu_);
       stream_ = nullptr;
-      id = id_;
     }
-    core_.Finish(id, status.ok() ? run_seconds_ : std::nullopt);
+    // Before its place is given away: what waits must not be sent after it.
+    if (absl::IsUnavailable(status) && !Gone()) worker_->Suspect(std::string(status.message()));
+    core_.Finish(Id(), std::nullopt);  // Where there was no result.
     End(status);
   }
 
@@ -79,7 +87,7 @@ class GenerateRelay final : public StreamCall<v1::GenerateRequest, v1::GenerateR
       if (last_position_ == place.position) return;
       last_position_ = place.position;
     }
-    Send(std::move(response));
+    SendNewest(std::move(response));
   }
   bool OnAssigned(std::shared_ptr<WorkerLink> worker) override {
     assigned_at_ = absl::Now();
@@ -87,13 +95,14 @@ class GenerateRelay final : public StreamCall<v1::GenerateRequest, v1::GenerateR
     const std::shared_ptr<v1::Worker::Stub> stub = worker == nullptr ? nullptr : worker->stub();
     auto self = std::static_pointer_cast<GenerateRelay>(shared_from_this());
     auto stream = std::make_shared<WorkerGenerate>(self, worker == nullptr ? "" : worker->name());
+    worker_ = std::move(worker);
     {
       absl::MutexLock lock(&relay_mu_);
       if (!gone_ && stub != nullptr) stream_ = stream;
-      worker_name_ = stream->worker();
     }
     if (!Running()) {
-      End(Refuse(absl::StatusCode::kUnavailable, reason::kWorkerLost, "the worker was lost before the request started; send it again", {{"retry_seconds", "1"}}));
+      End(Refuse(absl::StatusCode::kUnavailable, reason::kWorkerLost,
+                 "the worker was lost before the request started; send it again", {{"retry_seconds", "1"}}));
       return false;
     }
     stream->context()->set_deadline(context()->deadline());
@@ -134,7 +143,10 @@ class GenerateRelay final : public StreamCall<v1::GenerateRequest, v1::GenerateR
     }
     End(why);
   }
-  void OnEnd() override { GiveBuffer(); }
+  void OnEnd() override {
+    GiveBuffer();
+    CountLeaving(/*ended=*/true);
+  }
   void OnDrained() override { ReadMoreFromWorker(); }
 
   // After a message was passed on, or when nobody waits for it any more: the worker's stream must be read to its end.
@@ -149,6 +161,37 @@ class GenerateRelay final : public StreamCall<v1::GenerateRequest, v1::GenerateR
     if (stream != nullptr) stream->ReadMore();
   }
 
+  // Leaves when the request was admitted and the call has ended, whichever comes last: a client may go while it is admitted.
+  void CountLeaving(bool ended) {
+    {
+      absl::MutexLock lock(&relay_mu_);
+      (ended ? ended_ : admitted_) = true;
+      if (!ended_ || !admitted_) return;
+    }
+    core_.Leave();
+  }
+
+  // In the place of progress that the client has not read yet.
+  void SendNewest(v1::GenerateResponse progress) {
+    {
+      absl::MutexLock lock(&relay_mu_);
+      const bool queued = newest_.has_value();
+      newest_ = std::move(progress);
+      if (queued) return;
+    }
+    SendAll([this](v1::GenerateResponse& out) {
+      absl::MutexLock lock(&relay_mu_);
+      if (!newest_.has_value()) return false;
+      out = std::move(*newest_);
+      newest_.reset();
+      return true;
+    });
+  }
+
+  RequestId Id() {
+    absl::MutexLock lock(&relay_mu_);
+    return id_;
+  }
   bool Gone() {
     absl::MutexLock lock(&relay_mu_);
     return gone_;
@@ -163,15 +206,19 @@ class GenerateRelay final : public StreamCall<v1::GenerateRequest, v1::GenerateR
       if (assembler_.has_value()) return RefuseArgument(reason::kBadRequest, "a second header");
       header_ = std::move(*request.mutable_header());
       H3_ASSIGN_OR_RETURN(schedule_, ScheduleFromProto(header_.sampling()));
-      H3_ASSIGN_OR_RETURN(request_, CheckRequest(core_, header_, header_.sampling().has_noise_from_request(), schedule_.evaluations()));
-      if (header_.request_id().size() > kMaxRequestId) return RefuseArgument(reason::kBadRequest, "request_id is longer than 128 characters", {{"field", "request_id"}});
+      H3_ASSIGN_OR_RETURN(request_,
+                          CheckRequest(core_, header_, header_.sampling().has_noise_from_request(), schedule_.evaluations()));
+      if (header_.request_id().size() > kMaxRequestId)
+        return RefuseArgument(reason::kBadRequest, "request_id is longer than 128 characters", {{"field", "request_id"}});
       int64_t bytes = 0;
       for (const v1::TensorSpec& spec : header_.tensors()) bytes += static_cast<int64_t>(spec.bytes());
       H3_RETURN_IF_ERROR(core_.TakeBuffer(bytes));
       buffered_bytes_ = bytes;
       assembler_.emplace(header_.tensors());
       auto self = std::static_pointer_cast<GenerateRelay>(shared_from_this());
-      core_.ResolveStack(request_.stack, request_.base.facts, [self](absl::StatusOr<std::vector<ResolvedAdapter>> resolved) { self->OnResolved(std::move(resolved)); });
+      core_.ResolveStack(request_.stack, request_.base.facts, [self](absl::StatusOr<std::vector<ResolvedAdapter>> resolved) {
+        self->OnResolved(std::move(resolved));
+      });
       return absl::OkStatus();
     }
     if (!request.has_chunk()) return RefuseArgument(reason::kBadRequest, "an empty message");
@@ -213,11 +260,13 @@ class GenerateRelay final : public StreamCall<v1::GenerateRequest, v1::GenerateR
     data_ = assembler_->Take();
     const double work = PackedRows(request_.layout) * static_cast<double>(schedule_.evaluations());
     auto self = std::static_pointer_cast<GenerateRelay>(shared_from_this());
-    H3_RETURN_IF_ERROR(core_.Submit({id, ToPriority(header_.priority()), request_.base.fingerprint, work}, self, [&](const Dispatcher::Place& place) {
-      accepted.set_queue_position(place.position);
-      accepted.set_eta_seconds(place.eta_seconds);
-      Send(std::move(response));
-    }));
+    H3_RETURN_IF_ERROR(core_.Submit({id, ToPriority(header_.priority()), request_.base.fingerprint, work}, self,
+                                    [&](const Dispatcher::Place& place) {
+                                      accepted.set_queue_position(place.position);
+                                      accepted.set_eta_seconds(place.eta_seconds);
+                                      CountLeaving(/*ended=*/false);
+                                      Send(std::move(response));
+                                    }));
     if (Gone()) core_.Withdraw(id);  // It may have left when there was nothing to withdraw yet.
     return absl::OkStatus();
   }
@@ -264,13 +313,15 @@ class GenerateRelay final : public StreamCall<v1::GenerateRequest, v1::GenerateR
   std::atomic<int64_t> buffered_bytes_{0};
   bool submitted_ = false;
   absl::Time queued_at_, assigned_at_;
-  std::optional<double> run_seconds_;
-  std::string worker_name_;
+  std::shared_ptr<WorkerLink> worker_;  // From OnAssigned on.
 
   absl::Mutex relay_mu_;
   std::shared_ptr<WorkerGenerate> stream_ ABSL_GUARDED_BY(relay_mu_);
   RequestId id_ ABSL_GUARDED_BY(relay_mu_) = 0;
   bool gone_ ABSL_GUARDED_BY(relay_mu_) = false;
+  bool admitted_ ABSL_GUARDED_BY(relay_mu_) = false;
+  bool ended_ ABSL_GUARDED_BY(relay_mu_) = false;
+  std::optional<v1::GenerateResponse> newest_ ABSL_GUARDED_BY(relay_mu_);  // Progress that is still to be written.
   bool want_more_ ABSL_GUARDED_BY(relay_mu_) = false;
   bool counted_ ABSL_GUARDED_BY(relay_mu_) = false;
   uint32_t last_position_ ABSL_GUARDED_BY(relay_mu_) = UINT32_MAX;
@@ -281,7 +332,8 @@ void WorkerGenerate::OnEnd(const grpc::Status& status) { relay_->OnWorkerEnd(Fro
 
 }  // namespace
 
-grpc::ServerBidiReactor<v1::GenerateRequest, v1::GenerateResponse>* GenerationService::Generate(grpc::CallbackServerContext* context) {
+grpc::ServerBidiReactor<v1::GenerateRequest, v1::GenerateResponse>* GenerationService::Generate(
+    grpc::CallbackServerContext* context) {
   auto relay = std::make_shared<GenerateRelay>(core_, context);
   relay->Start();
   return relay.get();

@@ -40,7 +40,8 @@ void RefreshAll(const SchedulerCore& core, std::function<void()> done) {
   }
 }
 
-class WatchMemoryCall final : public grpc::ServerWriteReactor<v1::WatchMemoryResponse>, public std::enable_shared_from_this<WatchMemoryCall> {
+class WatchMemoryCall final : public grpc::ServerWriteReactor<v1::WatchMemoryResponse>,
+                              public std::enable_shared_from_this<WatchMemoryCall> {
  public:
   WatchMemoryCall(const SchedulerCore& core, absl::Duration interval) : core_(core), interval_(interval) {}
   void Begin() {
@@ -100,7 +101,8 @@ grpc::ServerUnaryReactor* OperationsService::GetModel(grpc::CallbackServerContex
   std::set<std::string> seen;
   for (const auto& worker : core_.workers()) {
     const auto snapshot = worker->snapshot();
-    if (snapshot.has_value() && seen.insert(snapshot->model().base_fingerprint()).second) *response->add_models() = snapshot->model();
+    if (snapshot.has_value() && seen.insert(snapshot->model().base_fingerprint()).second)
+      *response->add_models() = snapshot->model();
   }
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
   reactor->Finish(grpc::Status::OK);
@@ -131,10 +133,12 @@ grpc::ServerUnaryReactor* OperationsService::GetMemory(grpc::CallbackServerConte
   return reactor;
 }
 
-grpc::ServerWriteReactor<v1::WatchMemoryResponse>* OperationsService::WatchMemory(grpc::CallbackServerContext*, const v1::WatchMemoryRequest* request) {
+grpc::ServerWriteReactor<v1::WatchMemoryResponse>* OperationsService::WatchMemory(grpc::CallbackServerContext*,
+                                                                                  const v1::WatchMemoryRequest* request) {
   const double seconds = request->interval_seconds() == 0 ? 1 : request->interval_seconds();
   if (!(seconds >= 0.1 && seconds <= 60)) {
-    return new RefusedWatch(RefuseArgument(reason::kBadRequest, "interval_seconds must be 0.1 to 60", {{"field", "interval_seconds"}}));
+    return new RefusedWatch(
+        RefuseArgument(reason::kBadRequest, "interval_seconds must be 0.1 to 60", {{"field", "interval_seconds"}}));
   }
   auto call = std::make_shared<WatchMemoryCall>(core_, absl::Seconds(seconds));
   call->Begin();

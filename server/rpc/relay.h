@@ -18,12 +18,13 @@ namespace h3 {
 
 inline constexpr int64_t kMaxPackedRows = 1'000'000;
 
-// How a call to a worker ended, as the client shall see it. A refusal keeps its reason; a broken connection becomes UNAVAILABLE /
-// WORKER_LOST.
+// How a call to a worker ended, as the client shall see it. A refusal keeps its reason; a broken connection becomes UNAVAILABLE
+// / WORKER_LOST.
 inline absl::Status FromWorker(const grpc::Status& status, const std::string& worker) {
   absl::Status result = FromGrpc(status);
   if (result.ok() || !ReasonOf(result).empty() || result.code() == absl::StatusCode::kInternal) return result;
-  if (absl::IsDeadlineExceeded(result)) return Refuse(result.code(), reason::kCancelled, "the deadline of the call has passed", {{"worker", worker}});
+  if (absl::IsDeadlineExceeded(result))
+    return Refuse(result.code(), reason::kCancelled, "the deadline of the call has passed", {{"worker", worker}});
   return Refuse(absl::StatusCode::kUnavailable, reason::kWorkerLost,
                 absl::StrCat("worker ", worker, " was lost (", result.message(), "); the request can be sent again"),
                 {{"worker", worker}, {"retry_seconds", "1"}});
@@ -38,16 +39,20 @@ struct CheckedRequest {
 };
 
 template <typename Header>
-absl::StatusOr<CheckedRequest> CheckRequest(const SchedulerCore& core, const Header& header, bool targets, int64_t evaluations) {
+absl::StatusOr<CheckedRequest> CheckRequest(const SchedulerCore& core, const Header& header, bool targets,
+                                            int64_t evaluations) {
   CheckedRequest request;
   H3_RETURN_IF_ERROR(core.CheckServing());
-  if (!header.preset().empty()) return RefuseArgument(reason::kBadRequest, "presets are not kept by this server; send the stack", {{"field", "preset"}});
+  if (!header.preset().empty())
+    return RefuseArgument(reason::kBadRequest, "presets are not kept by this server; send the stack", {{"field", "preset"}});
   H3_RETURN_IF_ERROR(CheckTensorSpecs(header.tensors(), core.options().max_request_bytes));
   H3_ASSIGN_OR_RETURN(request.layout, FromProto(header.layout()));
   H3_RETURN_IF_ERROR(CheckLayout(request.layout, kMaxPackedRows));
   request.task = TaskOf(request.layout);
   if (header.task() != v1::TASK_UNSPECIFIED && header.task() != ToProto(request.task)) {
-    return RefuseArgument(reason::kBadLayout, absl::StrCat("the layout is one of ", TaskName(request.task), ", the header says another task"), {{"field", "task"}});
+    return RefuseArgument(reason::kBadLayout,
+                          absl::StrCat("the layout is one of ", TaskName(request.task), ", the header says another task"),
+                          {{"field", "task"}});
   }
   H3_ASSIGN_OR_RETURN(request.stack, FromProto(header.stack()));
   H3_RETURN_IF_ERROR(CheckStack(request.stack, evaluations));
@@ -73,7 +78,9 @@ inline void DescribeBase(const CheckedRequest& request, const std::vector<Resolv
   accepted.set_partition(ToProto(request.base.facts.partition));
   accepted.set_base_fingerprint(request.base.fingerprint);
   if (request.base.facts.partition == Partition::kUnknown) {
-    accepted.add_warnings("the base's partition is unknown: every task is served, and the result is meaningless where the weights are the other partition's");
+    accepted.add_warnings(
+        "the base's partition is unknown: every task is served, and the result is meaningless where the weights are the other "
+        "partition's");
   }
   for (const ResolvedAdapter& adapter : resolved) *accepted.add_stack() = ToProto(adapter);
 }

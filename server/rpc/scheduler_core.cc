@@ -20,7 +20,11 @@ absl::Status NoWorker(absl::string_view what) {
 }  // namespace
 
 SchedulerCore::SchedulerCore(SchedulerOptions options, SchedulerMetrics& metrics)
-    : options_(std::move(options)), metrics_(metrics), registry_(options_.adapters), dispatcher_(options_.queue_capacity), files_(kFileQueue) {}
+    : options_(std::move(options)),
+      metrics_(metrics),
+      registry_(options_.adapters),
+      dispatcher_(options_.queue_capacity),
+      files_(kFileQueue) {}
 
 std::shared_ptr<WorkerLink> SchedulerCore::AddWorker(const std::string& name) {
   auto link = std::make_shared<WorkerLink>(name, [this](WorkerLink& worker) { OnWorkerChange(worker); });
@@ -83,7 +87,8 @@ void SchedulerCore::ResolveStack(std::vector<StackEntry> stack, BaseFacts base,
     (*shared)(std::move(resolved));
   });
   if (!posted) {
-    (*shared)(Refuse(absl::StatusCode::kResourceExhausted, reason::kQueueFull, "too many requests wait for the adapters directory", {{"retry_seconds", "1"}}));
+    (*shared)(Refuse(absl::StatusCode::kResourceExhausted, reason::kQueueFull,
+                     "too many requests wait for the adapters directory", {{"retry_seconds", "1"}}));
   }
 }
 
@@ -91,8 +96,8 @@ absl::Status SchedulerCore::TakeBuffer(int64_t bytes) {
   absl::MutexLock lock(&mu_);
   if (bytes > options_.max_buffered_bytes - buffered_bytes_) {
     return Refuse(absl::StatusCode::kResourceExhausted, reason::kQueueFull,
-                  absl::StrCat("the tensors of waiting requests take ", buffered_bytes_, " of ", options_.max_buffered_bytes, " bytes, and ", bytes,
-                               " more do not fit; try again later"),
+                  absl::StrCat("the tensors of waiting requests take ", buffered_bytes_, " of ", options_.max_buffered_bytes,
+                               " bytes, and ", bytes, " more do not fit; try again later"),
                   {{"retry_seconds", "5"}});
   }
   buffered_bytes_ += bytes;
@@ -102,6 +107,11 @@ absl::Status SchedulerCore::TakeBuffer(int64_t bytes) {
 void SchedulerCore::GiveBuffer(int64_t bytes) {
   absl::MutexLock lock(&mu_);
   buffered_bytes_ -= bytes;
+}
+
+int64_t SchedulerCore::buffered_bytes() const {
+  absl::MutexLock lock(&mu_);
+  return buffered_bytes_;
 }
 
 absl::Status SchedulerCore::Submit(PendingRequest request, std::shared_ptr<Ticket> ticket,
@@ -117,6 +127,7 @@ absl::Status SchedulerCore::Submit(PendingRequest request, std::shared_ptr<Ticke
     tickets_.erase(id);
     return status;
   }
+  admitted_.fetch_add(1);
   accepted(dispatcher_.PlaceOf(id).value_or(Dispatcher::Place{id}));
   dispatcher_.Release(id);
   Pump();
@@ -197,7 +208,8 @@ absl::StatusOr<std::shared_ptr<WorkerLink>> SchedulerCore::OpenSession(const std
   if (!any) return NoWorker("no worker of this base is ready; try again");
   if (best == nullptr) {
     return Refuse(absl::StatusCode::kResourceExhausted, reason::kQueueFull,
-                  absl::StrCat("every worker holds ", options_.max_sessions_per_worker, " sessions; close one or try later"), {{"retry_seconds", "5"}});
+                  absl::StrCat("every worker holds ", options_.max_sessions_per_worker, " sessions; close one or try later"),
+                  {{"retry_seconds", "5"}});
   }
   ++sessions_[best->name()];
   return best;
@@ -210,7 +222,8 @@ void SchedulerCore::CloseSession(const WorkerLink& worker) {
 
 absl::Status SchedulerCore::CheckServing() const {
   if (!draining_.load()) return absl::OkStatus();
-  return Refuse(absl::StatusCode::kUnavailable, reason::kDraining, "the server is draining and takes no new work; try another one", {{"retry_seconds", "5"}});
+  return Refuse(absl::StatusCode::kUnavailable, reason::kDraining,
+                "the server is draining and takes no new work; try another one", {{"retry_seconds", "5"}});
 }
 
 size_t SchedulerCore::sessions() const {
@@ -220,7 +233,7 @@ size_t SchedulerCore::sessions() const {
   return total;
 }
 
-size_t SchedulerCore::Active() const { return dispatcher_.queued() + dispatcher_.running() + sessions(); }
+size_t SchedulerCore::Active() const { return admitted() + sessions(); }
 
 void SchedulerCore::OnWorkerChange(WorkerLink& worker) {
   {

@@ -57,25 +57,29 @@ class SchedulerCore {
   std::vector<std::shared_ptr<WorkerLink>> workers() const ABSL_LOCKS_EXCLUDED(mu_);
   bool AnyReady() const;
 
-  // The base that serves `task`, or the one of that fingerprint or name. UNAVAILABLE / WORKER_LOST: no worker has ever been ready;
-  // FAILED_PRECONDITION / BASE_MISMATCH: none of the bases there are, with the list.
+  // The base that serves `task`, or the one of that fingerprint or name. UNAVAILABLE / WORKER_LOST: no worker has ever been
+  // ready; FAILED_PRECONDITION / BASE_MISMATCH: none of the bases there are, with the list.
   absl::StatusOr<ChosenBase> ChooseBase(Task task, const std::string& model) const;
 
   // Resolves a stack on the file thread; `done` runs there. RESOURCE_EXHAUSTED / QUEUE_FULL when too many wait for the disk.
-  void ResolveStack(std::vector<StackEntry> stack, BaseFacts base, std::function<void(absl::StatusOr<std::vector<ResolvedAdapter>>)> done);
+  void ResolveStack(std::vector<StackEntry> stack, BaseFacts base,
+                    std::function<void(absl::StatusOr<std::vector<ResolvedAdapter>>)> done);
 
-  // Host memory for the tensors of requests that have not started. RESOURCE_EXHAUSTED / QUEUE_FULL when it would not fit now; what
-  // was taken must be given back.
+  // Host memory for the tensors of requests that have not started. RESOURCE_EXHAUSTED / QUEUE_FULL when it would not fit now;
+  // what was taken must be given back.
   absl::Status TakeBuffer(int64_t bytes) ABSL_LOCKS_EXCLUDED(mu_);
   void GiveBuffer(int64_t bytes) ABSL_LOCKS_EXCLUDED(mu_);
+  int64_t buffered_bytes() const ABSL_LOCKS_EXCLUDED(mu_);
 
   // Queue. `accepted` runs once the request has its place and before its ticket hears anything; then the ticket is told its
   // place until it is assigned; Finish gives the worker back. UNAVAILABLE / DRAINING, or RESOURCE_EXHAUSTED / QUEUE_FULL.
-  absl::Status Submit(PendingRequest request, std::shared_ptr<Ticket> ticket, const std::function<void(const Dispatcher::Place&)>& accepted)
-      ABSL_LOCKS_EXCLUDED(mu_);
+  absl::Status Submit(PendingRequest request, std::shared_ptr<Ticket> ticket,
+                      const std::function<void(const Dispatcher::Place&)>& accepted) ABSL_LOCKS_EXCLUDED(mu_);
   // True when it waited and will never be assigned.
   bool Withdraw(RequestId id) ABSL_LOCKS_EXCLUDED(mu_);
   void Finish(RequestId id, std::optional<double> seconds) ABSL_LOCKS_EXCLUDED(mu_);
+  // A submitted request's call is over: its client has everything, or is gone.
+  void Leave() { admitted_.fetch_sub(1); }
   RequestId NextId() { return next_id_.fetch_add(1) + 1; }
 
   // A ready worker of that base with room for one more session, counted until CloseSession. UNAVAILABLE / WORKER_LOST or
@@ -87,8 +91,9 @@ class SchedulerCore {
   bool draining() const { return draining_.load(); }
   // UNAVAILABLE / DRAINING.
   absl::Status CheckServing() const;
-  // Requests that wait or run, and sessions.
+  // Requests that wait, run, or whose results are being sent; and sessions.
   size_t Active() const ABSL_LOCKS_EXCLUDED(mu_);
+  size_t admitted() const { return admitted_.load(); }
   size_t sessions() const ABSL_LOCKS_EXCLUDED(mu_);
 
   const SchedulerOptions& options() const { return options_; }
@@ -110,6 +115,7 @@ class SchedulerCore {
   AdapterRegistry registry_;
   Dispatcher dispatcher_;
   std::atomic<RequestId> next_id_{0};
+  std::atomic<size_t> admitted_{0};  // Requests from Submit to Leave.
   std::atomic<bool> draining_{false};
   mutable absl::Mutex mu_;
   bool pumping_ ABSL_GUARDED_BY(mu_) = false;

@@ -93,6 +93,19 @@ void WorkerLink::Disconnect(const std::string& why) {
   on_change_(*this);
 }
 
+void WorkerLink::Suspect(const std::string& why) {
+  std::shared_ptr<Watcher> watcher;
+  {
+    absl::MutexLock lock(&mu_);
+    if (state_ != v1::WORKER_STATE_READY) return;
+    state_ = v1::WORKER_STATE_LOST;
+    last_error_ = why;
+    watcher = watcher_;
+  }
+  on_change_(*this);
+  if (watcher != nullptr) watcher->Cancel();  // Its end starts another one, whose first message tells what the worker is.
+}
+
 void WorkerLink::OnHeartbeat(int generation, const v1::WorkerSnapshot& snapshot) {
   bool changed = false;
   {
@@ -174,11 +187,12 @@ void WorkerLink::Refresh(std::function<void()> done) {
   };
   auto call = std::make_shared<Call>();
   call->context.set_deadline(std::chrono::system_clock::now() + kRefreshDeadline);
-  stub->async()->GetSnapshot(&call->context, &call->request, &call->response,
-                             [self = shared_from_this(), stub, call, generation, done = std::move(done)](const grpc::Status& status) {
-                               if (status.ok()) self->OnHeartbeat(generation, call->response.snapshot());
-                               done();
-                             });
+  stub->async()->GetSnapshot(
+      &call->context, &call->request, &call->response,
+      [self = shared_from_this(), stub, call, generation, done = std::move(done)](const grpc::Status& status) {
+        if (status.ok()) self->OnHeartbeat(generation, call->response.snapshot());
+        done();
+      });
 }
 
 }  // namespace h3

@@ -20,12 +20,16 @@ namespace h3 {
 class WorkerLink : public std::enable_shared_from_this<WorkerLink> {
  public:
   // `on_change`: its state or its model is another now; on any thread, without locks held.
-  WorkerLink(std::string name, std::function<void(WorkerLink&)> on_change) : name_(std::move(name)), on_change_(std::move(on_change)) {}
+  WorkerLink(std::string name, std::function<void(WorkerLink&)> on_change)
+      : name_(std::move(name)), on_change_(std::move(on_change)) {}
 
   // Connects and watches, again and again, until Disconnect or another Connect. Does not block.
   void Connect(const std::string& address) ABSL_LOCKS_EXCLUDED(mu_);
   // Known to be gone: no more attempts.
   void Disconnect(const std::string& why) ABSL_LOCKS_EXCLUDED(mu_);
+
+  // A call to it was lost or refused as a whole: it is not ready until it answers again.
+  void Suspect(const std::string& why) ABSL_LOCKS_EXCLUDED(mu_);
 
   const std::string& name() const { return name_; }
   v1::WorkerState state() const ABSL_LOCKS_EXCLUDED(mu_);

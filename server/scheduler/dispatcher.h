@@ -40,8 +40,8 @@ class Dispatcher {
  public:
   explicit Dispatcher(size_t capacity) : capacity_(capacity) {}
 
-  // RESOURCE_EXHAUSTED / QUEUE_FULL with retry_seconds. Otherwise the request has its place, but does not start before Release: the
-  // caller first tells its client.
+  // RESOURCE_EXHAUSTED / QUEUE_FULL with retry_seconds. Otherwise the request has its place, but does not start before Release:
+  // the caller first tells its client.
   absl::Status Submit(PendingRequest request) ABSL_LOCKS_EXCLUDED(mu_);
   void Release(RequestId id) ABSL_LOCKS_EXCLUDED(mu_);
   // What can start now. Call after Release, WorkerReady and Finished.

@@ -11,21 +11,12 @@ import grpc
 import pytest
 
 from h3test import GOLDEN, ctl
+from h3test.metrics import read, values
 from h3test.requests import Generate, RequestFile, stack
 from h3test.servers import wait_for
 
 T2VA = RequestFile(GOLDEN / "inputs/t2va.safetensors")
 OWNERS = {"base_weights", "adapters", "materialized", "caches", "activations", "workspace", "staging", "runtime_context", "allocator_cache", "unattributed"}
-
-
-def read(address):
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
-        return answer.read().decode()
-
-
-def values(address):
-    """{'name{labels}': value} of everything that an endpoint shows."""
-    return {name: float(value) for name, value in re.findall(r"^([a-z]\S*(?:\{.*\})?) (\S+)$", read(address), re.MULTILINE)}
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import random
 import grpc
 import numpy as np
 
-from h3test import GOLDEN
+from h3test import GOLDEN, metrics
 from h3test.protos import operations, operations_grpc
 from h3test.requests import Generate, RequestFile, reason, stack
 from h3test.servers import wait_for
@@ -34,6 +34,12 @@ def settled_memory(channel):
     """Once no request holds anything, which may be a moment after its client has the result."""
     wait_for(lambda: memory(channel).owners.activations == 0 and not any(it.pins for it in memory(channel).adapters), "requests have let go", 10)
     return memory(channel)
+
+
+def allocated(server):
+    """Bytes that were ever allocated for what a strength change must leave alone."""
+    shown = metrics.values(server.worker_metrics)
+    return {owner: shown[f'h3_vram_allocated_bytes_total{{device="cpu",owner="{owner}"}}'] for owner in ("base_weights", "adapters", "materialized", "caches")}
 
 
 def test_200_random_requests_from_two_clients_equal_the_same_requests_alone(fresh_server):
@@ -79,15 +85,16 @@ def test_1000_strength_changes_allocate_nothing_for_weights_or_adapters(golden_s
             return Generate(channel, INPUTS["t2va"], stack((names[0], first), (names[1], second)), evaluations=1, seed=1).run()
 
         with_strengths(1, 1)
-        before = settled_memory(channel)
+        before, allocated_before = settled_memory(channel), allocated(golden_server)
         peaks, answers = set(), set()
         for i in range(1000):
             done = with_strengths(1 - i / 1000, 0.5 + i / 500)
             peaks.add(done.completed.peak_bytes)
             answers.add(done.tensors["video"].tobytes())
-        after = settled_memory(channel)
+        after, allocated_after = settled_memory(channel), allocated(golden_server)
     assert len(answers) == 1000, "a strength had no effect"
-    # Not even for a moment: the peak of every single run is the same.
+    # Not even for a moment: counted are the bytes ever allocated, and the peak of every single run is the same.
+    assert allocated_after == allocated_before
     assert len(peaks) == 1
     for owner in ("base_weights", "adapters", "materialized", "workspace", "staging", "unattributed"):
         assert getattr(after.owners, owner) == getattr(before.owners, owner), owner

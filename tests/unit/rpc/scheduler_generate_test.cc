@@ -25,7 +25,8 @@ class SchedulerGenerateTest : public SchedulerFixture {
     return stream;
   }
   // A request that waits; its Accepted.
-  std::unique_ptr<GenerateStream> Enqueue(grpc::ClientContext* context, v1::GenerateRequest header, v1::Accepted* accepted = nullptr) {
+  std::unique_ptr<GenerateStream> Enqueue(grpc::ClientContext* context, v1::GenerateRequest header,
+                                          v1::Accepted* accepted = nullptr) {
     auto stream = Start(context, header);
     Event event;
     EXPECT_TRUE(ReadUntil(*stream, Event::kAccepted, event));
@@ -44,7 +45,11 @@ TEST_F(SchedulerGenerateTest, RelaysARunFromAcceptedToCompleted) {
   size_t bytes = 0;
   Event event;
   while (stream->Read(&event)) {
-    const char kind = event.has_accepted() ? 'A' : event.has_progress() ? 'p' : event.has_result() ? 'R' : event.has_chunk() ? 'c' : 'C';
+    const char kind = event.has_accepted()   ? 'A'
+                      : event.has_progress() ? 'p'
+                      : event.has_result()   ? 'R'
+                      : event.has_chunk()    ? 'c'
+                                             : 'C';
     if (order.empty() || order.back() != kind) order += kind;
     if (event.has_accepted()) accepted = event.accepted();
     if (event.has_chunk()) bytes += event.chunk().data().size();
@@ -66,7 +71,7 @@ TEST_F(SchedulerGenerateTest, RelaysARunFromAcceptedToCompleted) {
   EXPECT_FALSE(accepted.stack(0).scales(0).source().empty());
   ASSERT_EQ(accepted.warnings_size(), 1) << "a base of unknown partition serves and says so";
   EXPECT_EQ(Metric("h3_requests_total", "OK"), 1);
-  EXPECT_EQ(core->Active(), 0u);
+  EXPECT_TRUE(Eventually([&] { return core->Active() == 0; }));
 }
 
 TEST_F(SchedulerGenerateTest, TheWorkerGetsThePinnedStackAndEveryByte) {
@@ -165,6 +170,19 @@ TEST_F(SchedulerGenerateTest, HighPriorityRunsBeforeWhatWaits) {
   EXPECT_TRUE(Drain(*run).ok());
   EXPECT_TRUE(Drain(*fast).ok());
   EXPECT_TRUE(Drain(*slow).ok());
+}
+
+TEST_F(SchedulerGenerateTest, AClientThatDoesNotReadKeepsNobodyElseWaiting) {
+  Worker& worker = StartWorker();
+  const auto silent = NewContext(), next = NewContext();
+  const auto unread = Start(silent.get(), Header(50));
+  ASSERT_TRUE(worker.engine.WaitForBegun(51));
+  EXPECT_TRUE(Drain(*Start(next.get(), Header())).ok());
+  // It has lost nothing but old progress.
+  Event event;
+  EXPECT_TRUE(ReadUntil(*unread, Event::kResult, event));
+  EXPECT_TRUE(ReadUntil(*unread, Event::kCompleted, event));
+  EXPECT_TRUE(Drain(*unread).ok());
 }
 
 TEST_F(SchedulerGenerateTest, CancelledInTheQueueItLeavesAtOnceAndNeverStarts) {
@@ -295,21 +313,21 @@ class SchedulerBufferTest : public SchedulerFixture {
 
 TEST_F(SchedulerBufferTest, UploadsThatWouldFillTheMemoryAreRefusedUntilOthersHaveStarted) {
   Worker& worker = StartWorker();
-  const auto context = NewContext();
-  auto slow = generation->Generate(context.get());  // Announces 1176 bytes, and keeps them announced.
+  const auto context = NewContext(), next = NewContext();
+  auto slow = generation->Generate(context.get());  // Announces 1176 bytes and keeps them for itself.
   slow->Write(Header());
-  absl::Status refused;
-  ASSERT_TRUE(Eventually([&] {
-    refused = RefusalOf(Header(2, "lora/nobody"));
-    return absl::IsResourceExhausted(refused);
-  }));
+  ASSERT_TRUE(Eventually([&] { return core->buffered_bytes() == 1176; }));
+  const absl::Status refused = RefusalOf(Header());
+  EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted);
   EXPECT_EQ(ReasonOf(refused), "QUEUE_FULL");
   worker.engine.HoldSteps();
   SendText(*slow);
   ASSERT_TRUE(worker.engine.WaitForBegun(1));
-  EXPECT_TRUE(Eventually([&] { return absl::IsNotFound(RefusalOf(Header(2, "lora/nobody"))); })) << "a run holds no buffer";
+  ASSERT_TRUE(Eventually([&] { return core->buffered_bytes() == 0; })) << "what runs holds no buffer";
+  const auto queued = Start(next.get(), Header());
   worker.engine.AllowSteps(100);
   EXPECT_TRUE(Drain(*slow).ok());
+  EXPECT_TRUE(Drain(*queued).ok());
 }
 
 }  // namespace

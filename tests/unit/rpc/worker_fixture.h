@@ -47,6 +47,27 @@ bool Eventually(const Predicate& predicate) {
   return false;
 }
 
+// Keeps a device thread busy while it lives. What the thread waits on is owned by both, since it may wake up last.
+class BusyDevice {
+ public:
+  explicit BusyDevice(SerialExecutor& device) : state_(std::make_shared<State>()) {
+    device.Continue([state = state_] {
+      state->taken.Notify();
+      state->release.WaitForNotification();
+    });
+    state_->taken.WaitForNotification();
+  }
+  ~BusyDevice() { state_->release.Notify(); }
+  BusyDevice(const BusyDevice&) = delete;
+  BusyDevice& operator=(const BusyDevice&) = delete;
+
+ private:
+  struct State {
+    absl::Notification taken, release;
+  };
+  const std::shared_ptr<State> state_;
+};
+
 class WorkerFixture : public ::testing::Test {
  protected:
   explicit WorkerFixture(int64_t result_bytes = 64) : engine(result_bytes) {

@@ -223,21 +223,14 @@ TEST_F(WorkerGenerateTest, CancelStopsTheRunWithinTheRunningEvaluation) {
 }
 
 TEST_F(WorkerGenerateTest, ACallCancelledWhileItWaitsNeverReachesTheEngine) {
-  absl::Notification release, taken;
-  device.Post([&] {
-    taken.Notify();
-    release.WaitForNotification();
-  });
-  taken.WaitForNotification();
+  auto busy = std::make_unique<BusyDevice>(device);
   const auto context = NewContext();
   const auto stream = StartRun(context.get(), 5);
   context->TryCancel();
   EXPECT_EQ(End(*stream).code(), absl::StatusCode::kCancelled);
   ASSERT_TRUE(Eventually([&] { return Requests("CANCELLED") == 1; }));  // Now the worker has heard of it.
-  release.Notify();
-  absl::Notification passed;
-  device.Continue([&] { passed.Notify(); });
-  passed.WaitForNotification();
+  busy.reset();
+  const BusyDevice passed(device);  // Behind the call's turn.
   EXPECT_FALSE(engine.last_generation().has_value());
 }
 
@@ -251,18 +244,12 @@ TEST_F(WorkerGenerateTest, TheDeadlineStopsTheRun) {
 }
 
 TEST_F(WorkerGenerateTest, AFullDeviceQueueRefusesWithARetryHint) {
-  absl::Notification release, taken;
-  device.Post([&] {
-    taken.Notify();
-    release.WaitForNotification();
-  });
-  taken.WaitForNotification();
+  const BusyDevice busy(device);
   for (size_t i = 0; i < kDeviceQueue; ++i) ASSERT_TRUE(device.Post([] {}));
   const auto context = NewContext();
   const auto stream = StartRun(context.get(), 1);
   ReadAll(*stream);
   const absl::Status status = End(*stream);
-  release.Notify();
   EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
   EXPECT_EQ(ReasonOf(status), reason::kQueueFull);
   EXPECT_EQ(DetailsOf(status).count("retry_seconds"), 1u);

@@ -131,8 +131,7 @@ TEST_F(WorkerSessionTest, MessagesOutOfTurnAreRefusedAndTheSessionFreed) {
 }
 
 TEST_F(WorkerSessionTest, ABadHeaderDoesNotWaitForABusyDevice) {
-  absl::Notification release;
-  device.Post([&] { release.WaitForNotification(); });
+  const BusyDevice busy(device);
   const auto context = NewContext();
   auto stream = stub->Evaluate(context.get());
   v1::EvaluateRequest request = EvaluateHeader();
@@ -140,7 +139,6 @@ TEST_F(WorkerSessionTest, ABadHeaderDoesNotWaitForABusyDevice) {
   stream->Write(request);
   const absl::Status status = End(*stream);
   EXPECT_EQ(ReasonOf(status), reason::kBadTensor) << status;
-  release.Notify();
 }
 
 TEST_F(WorkerSessionTest, ARefusedStackArrivesWithItsReason) {
