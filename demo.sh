@@ -47,8 +47,7 @@ export H3_SERVER=$address
 say "h3-scheduler and its h3-worker serve at $address (metrics at http://$metrics/metrics)"
 "$bin/h3ctl" model
 
-say "Memory before: the base weights, mapped and never copied"
-"$bin/h3ctl" memory
+"$bin/h3ctl" --json memory >"$work/before.json"
 
 # generate NAME ADAPTERS...: on a terminal with a progress bar, else with the last lines of the events.
 generate() {
@@ -67,23 +66,40 @@ generate() {
 say "A generation with two stacked adapters: turbo at 1.0, style at 0.6"
 generate first turbo=1.0 style=0.6 &
 generation=$!
-during=""
+# The fullest moment of the run.
 while kill -0 "$generation" 2>/dev/null; do
-  during=$("$bin/h3ctl" memory)
-  # A run that computes holds megabytes of activations.
-  ! grep -q '^  activations .* MiB' <<<"$during" || break
-done
+  "$bin/h3ctl" --json memory
+  sleep 0.1
+done >"$work/during.json"
 wait "$generation"
-say "Memory during it: activations come and go, the adapters have come to stay"
-echo "$during"
 
 say "The same with one strength changed: nothing is loaded, nothing is merged, nothing is copied"
 generate strength turbo=1.0 style=0.25
 say "And with the stack reversed"
 generate reversed style=0.6 turbo=1.0
 
-say "Memory after: base_weights as before, only the adapters' own bytes were added"
-"$bin/h3ctl" memory
+"$bin/h3ctl" --json memory >"$work/after.json"
+
+say "Who owned the memory: base_weights never change, adapters add their own bytes and nothing else, activations come and go"
+.deps/venv/bin/python - "$work" <<'PYTHON'
+import json
+import sys
+
+before, during, after = ([json.loads(line)["devices"][0] for line in open(f"{sys.argv[1]}/{name}.json")] for name in ("before", "during", "after"))
+columns = [before[0], max(during, key=lambda it: it["used_bytes"]), after[0]]
+print(f"    {'bytes':14s}{'before':>16s}{'during':>16s}{'after':>16s}")
+for owner in columns[0]["owners"]:
+    values = [column["owners"][owner] for column in columns]
+    if any(values):
+        print(f"    {owner:14s}" + "".join(f"{value:16,d}" for value in values))
+print(f"    {'= used':14s}" + "".join(f"{column['used_bytes']:16,d}" for column in columns))
+for adapter in columns[2]["adapters"]:
+    print(f"    of the adapters: {adapter['name']} {adapter['bytes']:,d}")
+print(f"    merged copies for this stack would have held {columns[1]['avoided_resident_bytes']:,d} more")
+same = columns[0]["base_fingerprint"] == columns[2]["base_fingerprint"] and columns[2]["base_mutations"] == 0
+print(f"    the base has its fingerprint of before: {same}")
+sys.exit(not same)
+PYTHON
 
 say "How much the answers differ (relative L2 of the video latents)"
 .deps/venv/bin/python - "$work" <<'PYTHON'

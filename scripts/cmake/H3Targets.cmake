@@ -56,6 +56,9 @@ function(h3_cc_test)
   set_tests_properties(${L_NAME} PROPERTIES LABELS "unit;${L_LABELS}" TIMEOUT 300
     # The models of the tests are tiny: threads would only wait for each other, for ever on a busy machine.
     ENVIRONMENT "OMP_NUM_THREADS=1")
+  if(H3_SANITIZE STREQUAL "thread")
+    target_sources(${L_NAME} PRIVATE ${PROJECT_SOURCE_DIR}/tests/testing/tsan_mutex.cc)
+  endif()
   if("tsan" IN_LIST L_LABELS)
     add_dependencies(h3_tsan_tests ${L_NAME})
   endif()

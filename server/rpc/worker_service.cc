@@ -5,6 +5,7 @@
 #include <chrono>
 #include <utility>
 
+#include "absl/synchronization/notification.h"
 #include "proto/support/status.h"
 #include "server/base/error.h"
 #include "server/rpc/convert.h"
@@ -111,6 +112,13 @@ grpc::ServerUnaryReactor* WorkerService::GetSnapshot(grpc::CallbackServerContext
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
   reactor->Finish(grpc::Status::OK);
   return reactor;
+}
+
+// A call that has ended takes one more turn on the device at most, to free what it holds: queued before this one.
+WorkerService::~WorkerService() {
+  absl::Notification done;
+  device_.Continue([&done] { done.Notify(); });
+  done.WaitForNotification();
 }
 
 absl::Status WorkerService::CheckServing() const {

@@ -22,11 +22,13 @@ struct WorkerServiceOptions {
   std::function<void(absl::Status)> on_fault;
 };
 
-// Thread-safe. The engine and the device thread must outlive it.
+// Thread-safe. The engine and the device thread must outlive it; the server that it is registered with must not.
 class WorkerService final : public v1::Worker::CallbackService {
  public:
   WorkerService(Engine& engine, SerialExecutor& device, WorkerMetrics& metrics, WorkerServiceOptions options)
       : engine_(engine), device_(device), metrics_(metrics), options_(std::move(options)) {}
+  // Waits until the device has let go of what it ran for calls that ended. Not on the device thread.
+  ~WorkerService() override;
 
   grpc::ServerBidiReactor<v1::GenerateRequest, v1::GenerateResponse>* Generate(grpc::CallbackServerContext* context) override;
   grpc::ServerBidiReactor<v1::EvaluateRequest, v1::EvaluateResponse>* Evaluate(grpc::CallbackServerContext* context) override;

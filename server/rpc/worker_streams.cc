@@ -266,9 +266,10 @@ class EvaluateCall final : public StreamCall<v1::EvaluateRequest, v1::EvaluateRe
       return false;
     }
     conditions_.tensors = std::move(tensors);
-    posted_ = service_.device().Post([self] { self->OpenOnDevice(); });
-    if (!posted_) return QueueFull();
-    return false;
+    posted_ = true;  // Before the device has it: it may be done, and the next message here, before Post returns.
+    if (service_.device().Post([self] { self->OpenOnDevice(); })) return false;
+    posted_ = false;
+    return QueueFull();
   }
 
   // The device thread.
