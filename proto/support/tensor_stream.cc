@@ -61,7 +61,7 @@ absl::Status CheckTensorSpecs(const TensorSpecs& specs, int64_t max_bytes) {
       return BadTensor(spec.name(), absl::StrCat("announces ", spec.bytes(), " bytes, its shape and dtype make ", bytes));
     }
     if (__builtin_add_overflow(total, bytes, &total) || total > max_bytes) {
-      return Refuse(absl::StatusCode::kResourceExhausted, reason::kBadTensor,
+      return Refuse(absl::StatusCode::kInvalidArgument, reason::kBadTensor,
                     absl::StrCat("the request announces more than ", max_bytes, " bytes of tensors (up to ", spec.name(), ")"),
                     {{"tensor", spec.name()}, {"limit_bytes", absl::StrCat(max_bytes)}});
     }

@@ -21,8 +21,7 @@ int64_t ElementBytes(v1::DType dtype);
 using TensorSpecs = google::protobuf::RepeatedPtrField<v1::TensorSpec>;
 
 // INVALID_ARGUMENT / BAD_TENSOR: more than 256 tensors, an unknown type, a negative size, more than 8 dimensions, bytes that
-// are not shape x element, a name twice or longer than 256 bytes. RESOURCE_EXHAUSTED / BAD_TENSOR: more than `max_bytes` in
-// all.
+// are not shape x element, a name twice or longer than 256 bytes, more than `max_bytes` in all (trying again would not help).
 absl::Status CheckTensorSpecs(const TensorSpecs& specs, int64_t max_bytes);
 
 // Puts chunks together. Thread-compatible.

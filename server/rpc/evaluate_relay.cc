@@ -39,13 +39,14 @@ class EvaluateRelay final : public StreamCall<v1::EvaluateRequest, v1::EvaluateR
     v1::EvaluateResponse response = std::move(from_worker);  // The next read may fill it as soon as more is wanted.
     {
       absl::MutexLock lock(&relay_mu_);
-      worker_waits_ = true;
+      reading_ = false;
       last_activity_ = absl::Now();
       if (response.has_ready() || response.has_result()) --owed_answers_;
     }
     // Ours went out when the session was opened; and nobody hears what comes after the end.
-    if (response.has_accepted() || Gone()) return ReadMoreFromWorker();
-    Send(std::move(response));
+    if (response.has_accepted() || Gone()) return WantMore(), ReadMoreFromWorker();
+    // More is wanted only once this is being written: what drained before must not let the next one overtake it.
+    Send(std::move(response), [this] { WantMore(); });
   }
   // What the client said last has been passed on: it may say more.
   void OnWorkerDrained() {
@@ -160,8 +161,9 @@ class EvaluateRelay final : public StreamCall<v1::EvaluateRequest, v1::EvaluateR
     std::shared_ptr<WorkerEvaluate> stream;
     {
       absl::MutexLock lock(&relay_mu_);
-      if (!worker_waits_) return;
+      if (reading_ || !(worker_waits_ || gone_)) return;
       worker_waits_ = false;
+      reading_ = true;
       stream = stream_;
     }
     if (stream != nullptr) stream->ReadMore();
@@ -222,6 +224,10 @@ class EvaluateRelay final : public StreamCall<v1::EvaluateRequest, v1::EvaluateR
     ReadMoreFromWorker();
   }
 
+  void WantMore() {
+    absl::MutexLock lock(&relay_mu_);
+    worker_waits_ = true;
+  }
   bool Gone() {
     absl::MutexLock lock(&relay_mu_);
     return gone_;
@@ -246,6 +252,7 @@ class EvaluateRelay final : public StreamCall<v1::EvaluateRequest, v1::EvaluateR
   int64_t owed_answers_ ABSL_GUARDED_BY(relay_mu_) = 0;   // By the worker: ready, results.
   int64_t owed_bytes_ ABSL_GUARDED_BY(relay_mu_) = 0;     // By the client: announced, not sent.
   bool worker_waits_ ABSL_GUARDED_BY(relay_mu_) = false;  // For us to read its next message.
+  bool reading_ ABSL_GUARDED_BY(relay_mu_) = true;        // From the worker: its stream begins with a read.
   bool client_waits_ ABSL_GUARDED_BY(relay_mu_) = false;
   bool gone_ ABSL_GUARDED_BY(relay_mu_) = false;
 };

@@ -48,20 +48,21 @@ class GenerateRelay final : public StreamCall<v1::GenerateRequest, v1::GenerateR
     v1::GenerateResponse response = std::move(from_worker);  // The next read may fill it as soon as more is wanted.
     {
       absl::MutexLock lock(&relay_mu_);
-      want_more_ = true;
+      reading_ = false;
     }
-    if (response.has_accepted()) return ReadMoreFromWorker();  // Ours went out when the request was queued.
+    if (response.has_accepted()) return WantMore(), ReadMoreFromWorker();  // Ours went out when the request was queued.
     if (response.has_progress()) {
       SendNewest(std::move(response));
-      return ReadMoreFromWorker();
+      return WantMore(), ReadMoreFromWorker();
     }
     if (response.has_result()) core_.Finish(Id(), absl::ToDoubleSeconds(absl::Now() - assigned_at_));
     if (response.has_completed()) {
       response.mutable_completed()->set_queued_seconds(absl::ToDoubleSeconds(assigned_at_ - queued_at_));
       response.mutable_completed()->set_worker(worker_->name());
     }
-    if (Gone()) return ReadMoreFromWorker();
-    Send(std::move(response));
+    if (Gone()) return WantMore(), ReadMoreFromWorker();
+    // More is wanted only once this is being written: what drained before, a progress, must not let the next one overtake it.
+    Send(std::move(response), [this] { WantMore(); });
   }
   void OnWorkerEnd(const absl::Status& status) {
     {
@@ -154,8 +155,9 @@ class GenerateRelay final : public StreamCall<v1::GenerateRequest, v1::GenerateR
     std::shared_ptr<WorkerGenerate> stream;
     {
       absl::MutexLock lock(&relay_mu_);
-      if (!want_more_) return;
+      if (reading_ || !(want_more_ || gone_)) return;
       want_more_ = false;
+      reading_ = true;
       stream = stream_;
     }
     if (stream != nullptr) stream->ReadMore();
@@ -191,6 +193,10 @@ class GenerateRelay final : public StreamCall<v1::GenerateRequest, v1::GenerateR
   RequestId Id() {
     absl::MutexLock lock(&relay_mu_);
     return id_;
+  }
+  void WantMore() {
+    absl::MutexLock lock(&relay_mu_);
+    want_more_ = true;
   }
   bool Gone() {
     absl::MutexLock lock(&relay_mu_);
@@ -323,6 +329,7 @@ class GenerateRelay final : public StreamCall<v1::GenerateRequest, v1::GenerateR
   bool ended_ ABSL_GUARDED_BY(relay_mu_) = false;
   std::optional<v1::GenerateResponse> newest_ ABSL_GUARDED_BY(relay_mu_);  // Progress that is still to be written.
   bool want_more_ ABSL_GUARDED_BY(relay_mu_) = false;
+  bool reading_ ABSL_GUARDED_BY(relay_mu_) = true;  // From the worker: its stream begins with a read.
   bool counted_ ABSL_GUARDED_BY(relay_mu_) = false;
   uint32_t last_position_ ABSL_GUARDED_BY(relay_mu_) = UINT32_MAX;
 };

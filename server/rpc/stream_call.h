@@ -35,13 +35,15 @@ class StreamCall : public grpc::ServerBidiReactor<Request, Response>,
     this->StartRead(&request_);
   }
 
-  // Thread-safe. In the order of the calls.
-  void Send(Response message) {
+  // Thread-safe. In the order of the calls. `taken`: called under the stream's lock when the message's turn has come; what drains
+  // after that has written it.
+  void Send(Response message, std::function<void()> taken = nullptr) {
     auto once = std::make_shared<std::optional<Response>>(std::move(message));
-    SendAll([once](Response& out) {
+    SendAll([once, taken = std::move(taken)](Response& out) {
       if (!once->has_value()) return false;
       out = std::move(**once);
       once->reset();
+      if (taken) taken();
       return true;
     });
   }

@@ -92,11 +92,11 @@ TEST(TensorSpecsTest, ThereAreLimitsOnCountAndBytes) {
   ExpectBadTensor(CheckTensorSpecs(Vectors(std::vector<int64_t>(257, 1)), 1 << 20), "257 tensors");
   EXPECT_TRUE(CheckTensorSpecs(Vectors(std::vector<int64_t>(256, 1)), 1 << 20).ok());
   const absl::Status status = CheckTensorSpecs(Vectors({2, 1}), 11);
-  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(ReasonOf(status), reason::kBadTensor);
   constexpr int64_t kQuarter = std::numeric_limits<int64_t>::max() / 4;
   EXPECT_EQ(CheckTensorSpecs(Vectors({kQuarter, kQuarter}), std::numeric_limits<int64_t>::max()).code(),
-            absl::StatusCode::kResourceExhausted);
+            absl::StatusCode::kInvalidArgument);
 }
 
 TEST(TensorAssemblerTest, PutsChunksTogether) {

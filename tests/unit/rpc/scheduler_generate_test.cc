@@ -115,7 +115,7 @@ TEST_F(SchedulerGenerateTest, BadHeadersAreRefusedBeforeAChunkIsSent) {
   add("BAD_REQUEST", kInvalid, Header())->mutable_sampling()->clear_start();
   add("BAD_REQUEST", kInvalid, Header(0));
   add("BASE_MISMATCH", absl::StatusCode::kFailedPrecondition, Header())->set_model("another");
-  v1::TensorSpec& huge = *add("BAD_TENSOR", absl::StatusCode::kResourceExhausted, Header())->mutable_tensors(0);
+  v1::TensorSpec& huge = *add("BAD_TENSOR", kInvalid, Header())->mutable_tensors(0);
   huge.set_shape(0, 62'500'000);
   huge.set_bytes(10'000'000'000);
   for (const Case& each : cases) {
