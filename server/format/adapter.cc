@@ -373,11 +373,9 @@ class Intake {
   // A declared rank that no module has means that the file is not what its metadata say.
   absl::Status CheckDeclaredRank() const {
     if (!declared_.rank.has_value() || ranks_.empty() || declared_ranks_met_ || declared_.alpha == std::nullopt) return absl::OkStatus();
-    // Fused projections of a converted file have several times the declared rank.
+    // Fused projections of a converted file have three times the declared rank, or the declared rank is theirs.
     for (const int64_t rank : ranks_) {
-      if (rank % *declared_.rank == 0 || *declared_.rank % rank == 0) {
-        if (*declared_.rank == 3 * rank || rank == 3 * *declared_.rank) return absl::OkStatus();
-      }
+      if (*declared_.rank == 3 * rank || rank == 3 * *declared_.rank) return absl::OkStatus();
     }
     return RefuseArgument(reason::kBadScale,
                           absl::StrCat("the metadata declare rank ", *declared_.rank, ", the factors have rank ", absl::StrJoin(ranks_, ", "),

@@ -277,23 +277,22 @@ absl::StatusOr<Packing> Pack(const Layout& layout, const std::vector<int64_t>& t
 }
 
 TimestepRows AssignTimesteps(const Packing& packing, float t_video, float t_audio) {
-  const auto timestep = [&](TimestepRole role) {
-    switch (role) {
-      case TimestepRole::kVideo: return t_video;
-      case TimestepRole::kAudio: return t_audio;
-      case TimestepRole::kVisualCondition: return std::max(t_video, kVisualConditionT);
-      case TimestepRole::kAudioCondition: return 1.0f;
-    }
-    return t_video;
-  };
+  // By role: a timestep is one of four, however many rows there are.
+  const std::array<float, kTimestepRoles> timestep = {t_video, t_audio, std::max(t_video, kVisualConditionT), 1.0f};
+  std::array<bool, kTimestepRoles> used{};
+  for (const TimestepRole role : packing.timestep_roles) used[static_cast<size_t>(role)] = true;
   TimestepRows result;
-  for (const TimestepRole role : packing.timestep_roles) result.timesteps.push_back(timestep(role));
+  for (size_t role = 0; role < kTimestepRoles; ++role) {
+    if (used[role]) result.timesteps.push_back(timestep[role]);
+  }
   std::sort(result.timesteps.begin(), result.timesteps.end());
   result.timesteps.erase(std::unique(result.timesteps.begin(), result.timesteps.end()), result.timesteps.end());
-  for (const TimestepRole role : packing.timestep_roles) {
-    const auto found = std::lower_bound(result.timesteps.begin(), result.timesteps.end(), timestep(role));
-    result.row_index.push_back(found - result.timesteps.begin());
+  std::array<int64_t, kTimestepRoles> index{};
+  for (size_t role = 0; role < kTimestepRoles; ++role) {
+    index[role] = std::lower_bound(result.timesteps.begin(), result.timesteps.end(), timestep[role]) - result.timesteps.begin();
   }
+  result.row_index.reserve(packing.timestep_roles.size());
+  for (const TimestepRole role : packing.timestep_roles) result.row_index.push_back(index[static_cast<size_t>(role)]);
   return result;
 }
 

@@ -71,6 +71,7 @@ struct Segment {
 
 // Which of the (at most four) timesteps of an evaluation a row runs at.
 enum class TimestepRole { kVideo, kAudio, kVisualCondition, kAudioCondition };
+inline constexpr size_t kTimestepRoles = 4;
 
 struct Packing {
   int64_t rows = 0;

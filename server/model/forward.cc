@@ -4,6 +4,7 @@
 #include <ATen/ops/tensor.h>
 
 #include <algorithm>
+#include <array>
 
 #include "absl/strings/str_cat.h"
 #include "server/base/status_macros.h"
@@ -101,11 +102,15 @@ EvaluationPoints AssignPoints(const Packing& packing, float t_video, float t_aud
   const TimestepRows timesteps = AssignTimesteps(packing, t_video, t_audio);
   EvaluationPoints result;
   result.row_point.reserve(packing.tags.size());
+  std::vector<std::array<int64_t, kModalities>> point_of(timesteps.timesteps.size(), {-1, -1, -1});
   for (size_t row = 0; row < packing.tags.size(); ++row) {
-    const ModulationPoint point{timesteps.timesteps[static_cast<size_t>(timesteps.row_index[row])], packing.tags[row]};
-    const auto found = std::find(result.points.begin(), result.points.end(), point);
-    result.row_point.push_back(found - result.points.begin());
-    if (found == result.points.end()) result.points.push_back(point);
+    const auto timestep = static_cast<size_t>(timesteps.row_index[row]);
+    int64_t& point = point_of[timestep][packing.tags[row]];
+    if (point < 0) {
+      point = static_cast<int64_t>(result.points.size());
+      result.points.push_back({timesteps.timesteps[timestep], packing.tags[row]});
+    }
+    result.row_point.push_back(point);
   }
   return result;
 }

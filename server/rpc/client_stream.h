@@ -57,14 +57,28 @@ class ClientStream : public grpc::ClientBidiReactor<Request, Response>,
     }
     Pump();
   }
-  // Asks for the next message; once after each OnMessage.
-  void ReadMore() { this->StartRead(&response_); }
-  // Thread-safe. OnEnd follows.
-  void Cancel() { context_.TryCancel(); }
+  // Asks for the next message, if it is not being waited for already: then or later after each OnMessage. Thread-safe.
+  void ReadMore() ABSL_LOCKS_EXCLUDED(mu_) {
+    {
+      absl::MutexLock lock(&mu_);
+      if (reading_) return;
+      reading_ = true;
+    }
+    this->StartRead(&response_);
+  }
+  // Thread-safe. What still comes is read and dropped; OnEnd follows.
+  void Cancel() ABSL_LOCKS_EXCLUDED(mu_) {
+    context_.TryCancel();
+    {
+      absl::MutexLock lock(&mu_);
+      cancelled_ = true;
+    }
+    ReadMore();
+  }
 
  protected:
-  // Must not block. Call ReadMore then or later: also after Cancel, or the call never ends.
-  virtual void OnMessage(Response& response) = 0;
+  // Must not block. Call ReadMore then or later, or the call never ends.
+  virtual void OnMessage(Response response) = 0;
   // Everything that was to be sent has been sent.
   virtual void OnDrained() {}
   virtual void OnEnd(const grpc::Status& status) = 0;
@@ -72,12 +86,18 @@ class ClientStream : public grpc::ClientBidiReactor<Request, Response>,
  private:
   void OnReadDone(bool ok) final {
     if (ok) {
-      OnMessage(response_);
-      return;
+      Response response = std::move(response_);  // The next read may fill it as soon as more is wanted.
+      bool dropped = false;
+      {
+        absl::MutexLock lock(&mu_);
+        reading_ = false;
+        dropped = cancelled_;
+      }
+      return dropped ? ReadMore() : OnMessage(std::move(response));
     }
     {
       absl::MutexLock lock(&mu_);
-      ended_ = true;
+      ended_ = true;  // And reading_ stays: nothing is read after the end.
       if (starting_) return;  // Pump gives the hold back.
     }
     this->RemoveHold();
@@ -144,6 +164,8 @@ class ClientStream : public grpc::ClientBidiReactor<Request, Response>,
   std::deque<Source> sources_ ABSL_GUARDED_BY(mu_);
   bool writing_ ABSL_GUARDED_BY(mu_) = false;
   bool starting_ ABSL_GUARDED_BY(mu_) = false;  // An operation is being started: the hold must stay.
+  bool reading_ ABSL_GUARDED_BY(mu_) = true;    // Begin starts the first read.
+  bool cancelled_ ABSL_GUARDED_BY(mu_) = false;
   bool ended_ ABSL_GUARDED_BY(mu_) = false;     // The reads have ended.
   bool half_close_ ABSL_GUARDED_BY(mu_) = false;
   bool half_closed_ ABSL_GUARDED_BY(mu_) = false;

@@ -23,7 +23,7 @@ class WorkerEvaluate final : public ClientStream<v1::EvaluateRequest, v1::Evalua
       : relay_(std::move(relay)), worker_(std::move(worker)) {}
 
  private:
-  void OnMessage(v1::EvaluateResponse& response) override;
+  void OnMessage(v1::EvaluateResponse response) override;
   void OnDrained() override;
   void OnEnd(const grpc::Status& status) override;
 
@@ -35,16 +35,13 @@ class EvaluateRelay final : public StreamCall<v1::EvaluateRequest, v1::EvaluateR
  public:
   EvaluateRelay(SchedulerCore& core, grpc::CallbackServerContext* context) : StreamCall(context), core_(core) {}
 
-  void OnWorkerMessage(v1::EvaluateResponse& from_worker) {
-    v1::EvaluateResponse response = std::move(from_worker);  // The next read may fill it as soon as more is wanted.
+  void OnWorkerMessage(WorkerEvaluate& stream, v1::EvaluateResponse response) {
     {
       absl::MutexLock lock(&relay_mu_);
-      reading_ = false;
       last_activity_ = absl::Now();
       if (response.has_ready() || response.has_result()) --owed_answers_;
     }
-    // Ours went out when the session was opened; and nobody hears what comes after the end.
-    if (response.has_accepted() || Gone()) return WantMore(), ReadMoreFromWorker();
+    if (response.has_accepted()) return stream.ReadMore();  // Ours went out when the session was opened.
     // More is wanted only once this is being written: what drained before must not let the next one overtake it.
     Send(std::move(response), [this] { WantMore(); });
   }
@@ -101,7 +98,17 @@ class EvaluateRelay final : public StreamCall<v1::EvaluateRequest, v1::EvaluateR
     stream->HalfClose();
   }
   void OnGone(const absl::Status&) override { Leave(); }
-  void OnDrained() override { ReadMoreFromWorker(); }
+  // A message has been passed on: the worker's next one is wanted.
+  void OnDrained() override {
+    std::shared_ptr<WorkerEvaluate> stream;
+    {
+      absl::MutexLock lock(&relay_mu_);
+      if (!worker_waits_) return;
+      worker_waits_ = false;
+      stream = stream_;
+    }
+    if (stream != nullptr) stream->ReadMore();
+  }
   void OnEnd() override {
     absl::MutexLock lock(&relay_mu_);
     idle_alarm_ = nullptr;
@@ -157,23 +164,6 @@ class EvaluateRelay final : public StreamCall<v1::EvaluateRequest, v1::EvaluateR
     WatchIdle(core_.options().session_idle);
   }
 
-  void ReadMoreFromWorker() {
-    std::shared_ptr<WorkerEvaluate> stream;
-    {
-      absl::MutexLock lock(&relay_mu_);
-      if (reading_ || !(worker_waits_ || gone_)) return;
-      worker_waits_ = false;
-      reading_ = true;
-      stream = stream_;
-    }
-    if (stream != nullptr) stream->ReadMore();
-  }
-
-  static int64_t BytesOf(const TensorSpecs& specs) {
-    int64_t bytes = 0;
-    for (const v1::TensorSpec& spec : specs) bytes += static_cast<int64_t>(spec.bytes());
-    return bytes;
-  }
   void CountOwed(const v1::EvaluateRequest& request) {
     absl::MutexLock lock(&relay_mu_);
     if (request.has_evaluation()) {
@@ -219,9 +209,7 @@ class EvaluateRelay final : public StreamCall<v1::EvaluateRequest, v1::EvaluateR
       gone_ = true;
       stream = stream_;
     }
-    if (stream == nullptr) return;
-    stream->Cancel();
-    ReadMoreFromWorker();
+    if (stream != nullptr) stream->Cancel();
   }
 
   void WantMore() {
@@ -252,12 +240,11 @@ class EvaluateRelay final : public StreamCall<v1::EvaluateRequest, v1::EvaluateR
   int64_t owed_answers_ ABSL_GUARDED_BY(relay_mu_) = 0;   // By the worker: ready, results.
   int64_t owed_bytes_ ABSL_GUARDED_BY(relay_mu_) = 0;     // By the client: announced, not sent.
   bool worker_waits_ ABSL_GUARDED_BY(relay_mu_) = false;  // For us to read its next message.
-  bool reading_ ABSL_GUARDED_BY(relay_mu_) = true;        // From the worker: its stream begins with a read.
   bool client_waits_ ABSL_GUARDED_BY(relay_mu_) = false;
   bool gone_ ABSL_GUARDED_BY(relay_mu_) = false;
 };
 
-void WorkerEvaluate::OnMessage(v1::EvaluateResponse& response) { relay_->OnWorkerMessage(response); }
+void WorkerEvaluate::OnMessage(v1::EvaluateResponse response) { relay_->OnWorkerMessage(*this, std::move(response)); }
 void WorkerEvaluate::OnDrained() { relay_->OnWorkerDrained(); }
 void WorkerEvaluate::OnEnd(const grpc::Status& status) { relay_->OnWorkerEnd(FromWorker(status, worker_)); }
 

@@ -30,7 +30,7 @@ class WorkerGenerate final : public ClientStream<v1::GenerateRequest, v1::Genera
       : relay_(std::move(relay)), worker_(std::move(worker)) {}
 
  private:
-  void OnMessage(v1::GenerateResponse& response) override;
+  void OnMessage(v1::GenerateResponse response) override;
   void OnEnd(const grpc::Status& status) override;
 
   const std::shared_ptr<GenerateRelay> relay_;
@@ -44,23 +44,17 @@ class GenerateRelay final : public StreamCall<v1::GenerateRequest, v1::GenerateR
 
   // From the worker. Of progress a slow client gets the newest; results are passed on one by one, the next is read when this
   // one is written. The next request starts on the worker as soon as this one has computed, however slowly its client reads.
-  void OnWorkerMessage(v1::GenerateResponse& from_worker) {
-    v1::GenerateResponse response = std::move(from_worker);  // The next read may fill it as soon as more is wanted.
-    {
-      absl::MutexLock lock(&relay_mu_);
-      reading_ = false;
-    }
-    if (response.has_accepted()) return WantMore(), ReadMoreFromWorker();  // Ours went out when the request was queued.
+  void OnWorkerMessage(WorkerGenerate& stream, v1::GenerateResponse response) {
+    if (response.has_accepted()) return stream.ReadMore();  // Ours went out when the request was queued.
     if (response.has_progress()) {
       SendNewest(std::move(response));
-      return WantMore(), ReadMoreFromWorker();
+      return stream.ReadMore();
     }
     if (response.has_result()) core_.Finish(Id(), absl::ToDoubleSeconds(absl::Now() - assigned_at_));
     if (response.has_completed()) {
       response.mutable_completed()->set_queued_seconds(absl::ToDoubleSeconds(assigned_at_ - queued_at_));
       response.mutable_completed()->set_worker(worker_->name());
     }
-    if (Gone()) return WantMore(), ReadMoreFromWorker();
     // More is wanted only once this is being written: what drained before, a progress, must not let the next one overtake it.
     Send(std::move(response), [this] { WantMore(); });
   }
@@ -138,7 +132,6 @@ class GenerateRelay final : public StreamCall<v1::GenerateRequest, v1::GenerateR
     core_.metrics().CountCancellation(why.code() == absl::StatusCode::kDeadlineExceeded ? "deadline" : "client");
     if (stream != nullptr) {
       stream->Cancel();
-      ReadMoreFromWorker();
     } else if (id != 0) {
       core_.Withdraw(id);
     }
@@ -148,16 +141,13 @@ class GenerateRelay final : public StreamCall<v1::GenerateRequest, v1::GenerateR
     GiveBuffer();
     CountLeaving(/*ended=*/true);
   }
-  void OnDrained() override { ReadMoreFromWorker(); }
-
-  // After a message was passed on, or when nobody waits for it any more: the worker's stream must be read to its end.
-  void ReadMoreFromWorker() {
+  // A message has been passed on: the worker's next one is wanted.
+  void OnDrained() override {
     std::shared_ptr<WorkerGenerate> stream;
     {
       absl::MutexLock lock(&relay_mu_);
-      if (reading_ || !(want_more_ || gone_)) return;
+      if (!want_more_) return;
       want_more_ = false;
-      reading_ = true;
       stream = stream_;
     }
     if (stream != nullptr) stream->ReadMore();
@@ -216,8 +206,7 @@ class GenerateRelay final : public StreamCall<v1::GenerateRequest, v1::GenerateR
                           CheckRequest(core_, header_, header_.sampling().has_noise_from_request(), schedule_.evaluations()));
       if (header_.request_id().size() > kMaxRequestId)
         return RefuseArgument(reason::kBadRequest, "request_id is longer than 128 characters", {{"field", "request_id"}});
-      int64_t bytes = 0;
-      for (const v1::TensorSpec& spec : header_.tensors()) bytes += static_cast<int64_t>(spec.bytes());
+      const int64_t bytes = BytesOf(header_.tensors());
       H3_RETURN_IF_ERROR(core_.TakeBuffer(bytes));
       buffered_bytes_ = bytes;
       assembler_.emplace(header_.tensors());
@@ -329,12 +318,11 @@ class GenerateRelay final : public StreamCall<v1::GenerateRequest, v1::GenerateR
   bool ended_ ABSL_GUARDED_BY(relay_mu_) = false;
   std::optional<v1::GenerateResponse> newest_ ABSL_GUARDED_BY(relay_mu_);  // Progress that is still to be written.
   bool want_more_ ABSL_GUARDED_BY(relay_mu_) = false;
-  bool reading_ ABSL_GUARDED_BY(relay_mu_) = true;  // From the worker: its stream begins with a read.
   bool counted_ ABSL_GUARDED_BY(relay_mu_) = false;
   uint32_t last_position_ ABSL_GUARDED_BY(relay_mu_) = UINT32_MAX;
 };
 
-void WorkerGenerate::OnMessage(v1::GenerateResponse& response) { relay_->OnWorkerMessage(response); }
+void WorkerGenerate::OnMessage(v1::GenerateResponse response) { relay_->OnWorkerMessage(*this, std::move(response)); }
 void WorkerGenerate::OnEnd(const grpc::Status& status) { relay_->OnWorkerEnd(FromWorker(status, worker_)); }
 
 }  // namespace

@@ -30,6 +30,13 @@ inline absl::Status FromWorker(const grpc::Status& status, const std::string& wo
                 {{"worker", worker}, {"retry_seconds", "1"}});
 }
 
+// Bytes of announced tensors. They have passed CheckTensorSpecs.
+inline int64_t BytesOf(const TensorSpecs& specs) {
+  int64_t bytes = 0;
+  for (const v1::TensorSpec& spec : specs) bytes += static_cast<int64_t>(spec.bytes());
+  return bytes;
+}
+
 // Header and layout against each other and against the base, before any chunk is read.
 struct CheckedRequest {
   Layout layout;

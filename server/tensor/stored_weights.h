@@ -38,7 +38,6 @@ class StoredWeights {
   const std::vector<at::Tensor>& Pieces(const std::string& name) const;
   // A tensor of one piece.
   const at::Tensor& Single(const std::string& name) const;
-  bool Has(const std::string& name) const { return tensors_.contains(name); }
 
   // Hex SHA-256 over every canonical tensor's name, shape, dtype and bytes in canonical row order, as stored: the same for the
   // same weights in any container, and other after any change of a byte. Reads everything; uses all cores.

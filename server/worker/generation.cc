@@ -142,11 +142,9 @@ class H3Generation final : public Generation {
 
   absl::Status Step(const CancellationToken& cancel) {
     const auto i = static_cast<size_t>(next_);
-    // Past the first group of evaluations the next group is computed here.
-    if (!prepared_->HasModulation(plans_[i])) {
-      H3_RETURN_IF_ERROR(prepared_->PrepareModulation(absl::MakeConstSpan(plans_).subspan(i), cancel));
-    }
-    H3_ASSIGN_OR_RETURN(const Velocity velocity, prepared_->Evaluate(plans_[i], video_, audio_, false, cancel));
+    // With all that follow: past one group of modulations the next is computed.
+    H3_ASSIGN_OR_RETURN(const Velocity velocity,
+                        prepared_->Evaluate(absl::MakeConstSpan(plans_).subspan(i), video_, audio_, false, cancel));
     const Packing& packing = prepared_->packing();
     at::Tensor video = video_.narrow(0, packing.condition_video_rows, packing.target_video_rows());
     at::Tensor audio = audio_.narrow(0, packing.condition_audio_rows, packing.target_audio_rows());

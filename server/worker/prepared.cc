@@ -112,15 +112,14 @@ std::optional<std::vector<int64_t>> Prepared::RowLines(const EvaluationPlan& pla
   return row_lines;
 }
 
-bool Prepared::HasModulation(const EvaluationPlan& plan) { return RowLines(plan).has_value(); }
-
-absl::StatusOr<Velocity> Prepared::Evaluate(const EvaluationPlan& plan, const at::Tensor& video, const at::Tensor& audio,
-                                            bool condition_rows, const CancellationToken& cancel) {
+absl::StatusOr<Velocity> Prepared::Evaluate(absl::Span<const EvaluationPlan> plans, const at::Tensor& video,
+                                            const at::Tensor& audio, bool condition_rows, const CancellationToken& cancel) {
   const OwnerScope owner(Owner::kActivations);
+  const EvaluationPlan& plan = plans.front();
   H3_RETURN_IF_ERROR(PrepareText(plan, cancel));
   std::optional<std::vector<int64_t>> row_lines = RowLines(plan);
   if (!row_lines.has_value()) {
-    H3_RETURN_IF_ERROR(PrepareModulation(absl::MakeConstSpan(&plan, 1), cancel));
+    H3_RETURN_IF_ERROR(PrepareModulation(plans, cancel));
     row_lines = RowLines(plan);
     H3_CHECK(row_lines.has_value());
   }

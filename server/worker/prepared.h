@@ -52,11 +52,9 @@ class Prepared {
   // forgets the ones before.
   absl::Status PrepareModulation(absl::Span<const EvaluationPlan> plans, const CancellationToken& cancel);
 
-  // Whether the modulations of this evaluation are there.
-  bool HasModulation(const EvaluationPlan& plan);
-
-  // video [all video rows, 4 C], audio [all audio rows, C], float32, condition rows first, on the device. Prepares what is not.
-  absl::StatusOr<Velocity> Evaluate(const EvaluationPlan& plan, const at::Tensor& video, const at::Tensor& audio,
+  // The first of `plans`: video [all video rows, 4 C], audio [all audio rows, C], float32, condition rows first, on the device.
+  // Prepares what is not, with the evaluations that follow it.
+  absl::StatusOr<Velocity> Evaluate(absl::Span<const EvaluationPlan> plans, const at::Tensor& video, const at::Tensor& audio,
                                     bool condition_rows, const CancellationToken& cancel);
 
  private:

@@ -41,7 +41,7 @@ class H3Session final : public Session {
       H3_ASSIGN_OR_RETURN(const at::Tensor video, VideoRows(spec.video));
       H3_ASSIGN_OR_RETURN(const at::Tensor audio, AudioRows(spec.audio));
       H3_ASSIGN_OR_RETURN(const Velocity velocity,
-                          prepared_->Evaluate(plan, video, audio, spec.include_condition_rows, cancel));
+                          prepared_->Evaluate(absl::MakeConstSpan(&plan, 1), video, audio, spec.include_condition_rows, cancel));
       H3_RETURN_IF_ERROR(engine_.CheckBase());
       engine_.SetLastPeak(engine_.ledger().Snapshot().peak);
       std::vector<HostTensor> result;
