@@ -11,6 +11,7 @@
 #include "h3/v1/adapters.grpc.pb.h"
 #include "h3/v1/generation.grpc.pb.h"
 #include "h3/v1/operations.grpc.pb.h"
+#include "h3/v1/presets.grpc.pb.h"
 
 namespace h3::client {
 namespace {
@@ -37,10 +38,12 @@ struct Client::Stubs {
   explicit Stubs(const std::shared_ptr<grpc::ChannelInterface>& channel)
       : generation(v1::Generation::NewStub(channel)),
         adapters(v1::Adapters::NewStub(channel)),
+        presets(v1::Presets::NewStub(channel)),
         operations(v1::Operations::NewStub(channel)) {}
 
   const std::unique_ptr<v1::Generation::Stub> generation;
   const std::unique_ptr<v1::Adapters::Stub> adapters;
+  const std::unique_ptr<v1::Presets::Stub> presets;
   const std::unique_ptr<v1::Operations::Stub> operations;
 };
 
@@ -89,6 +92,46 @@ absl::StatusOr<v1::UnloadAdapterResponse> Client::UnloadAdapter(const std::strin
   v1::UnloadAdapterRequest request;
   request.set_name(name);
   return Unary(*stubs_->adapters, &v1::Adapters::Stub::UnloadAdapter, request, options, server_);
+}
+
+absl::StatusOr<v1::CheckAdapterResponse> Client::CheckAdapter(const std::string& name, const CallOptions& options) {
+  v1::CheckAdapterRequest request;
+  request.set_name(name);
+  return Unary(*stubs_->adapters, &v1::Adapters::Stub::CheckAdapter, request, options, server_);
+}
+
+absl::StatusOr<v1::UploadAdapterResponse> Client::UploadAdapter(const std::string& name, const std::string& path,
+                                                                const UploadOptions& upload, const CallOptions& options) {
+  return RunUploadStream(*stubs_->adapters, name, path, upload, options, server_);
+}
+
+absl::StatusOr<v1::SetAdapterResponse> Client::SetAdapter(const std::string& name, const v1::AdapterSettings& settings,
+                                                          bool reset, const CallOptions& options) {
+  v1::SetAdapterRequest request;
+  request.set_name(name);
+  *request.mutable_settings() = settings;
+  request.set_reset(reset);
+  return Unary(*stubs_->adapters, &v1::Adapters::Stub::SetAdapter, request, options, server_);
+}
+
+absl::StatusOr<v1::ListPresetsResponse> Client::ListPresets(const CallOptions& options) {
+  return Unary(*stubs_->presets, &v1::Presets::Stub::ListPresets, v1::ListPresetsRequest(), options, server_);
+}
+
+absl::StatusOr<v1::SetPresetResponse> Client::SetPreset(const v1::SetPresetRequest& request, const CallOptions& options) {
+  return Unary(*stubs_->presets, &v1::Presets::Stub::SetPreset, request, options, server_);
+}
+
+absl::StatusOr<v1::GetPresetResponse> Client::GetPreset(const std::string& name, const CallOptions& options) {
+  v1::GetPresetRequest request;
+  request.set_name(name);
+  return Unary(*stubs_->presets, &v1::Presets::Stub::GetPreset, request, options, server_);
+}
+
+absl::StatusOr<v1::RemovePresetResponse> Client::RemovePreset(const std::string& name, const CallOptions& options) {
+  v1::RemovePresetRequest request;
+  request.set_name(name);
+  return Unary(*stubs_->presets, &v1::Presets::Stub::RemovePreset, request, options, server_);
 }
 
 absl::StatusOr<v1::GetModelResponse> Client::GetModel(const CallOptions& options) {

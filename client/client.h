@@ -13,6 +13,7 @@
 // examples/generate.cc is a whole program.
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -29,6 +30,7 @@
 #include "h3/v1/adapters.pb.h"
 #include "h3/v1/generation.pb.h"
 #include "h3/v1/operations.pb.h"
+#include "h3/v1/presets.pb.h"
 
 namespace grpc {
 class ChannelInterface;
@@ -48,6 +50,17 @@ struct GenerateResult {
   v1::Accepted accepted;
   std::vector<Tensor> tensors;  // video, audio, video_latents, audio_latents.
   v1::Completed completed;
+};
+
+// Called on the thread that called UploadAdapter, about once a MiB: how far it is of `total` bytes. Any of them may be empty.
+struct UploadEvents {
+  std::function<void(uint64_t bytes, uint64_t total)> hashed;  // All of them before the first `sent`.
+  std::function<void(uint64_t bytes, uint64_t total)> sent;    // After the last the server checks, which takes time too.
+};
+
+struct UploadOptions {
+  bool check_only = false;  // Report, and keep nothing.
+  UploadEvents events;
 };
 
 // Thread-safe: calls may run at once, over one connection that is made by the first and again after it was lost.
@@ -74,6 +87,20 @@ class Client {
   // Returns when the workers hold the adapter.
   absl::StatusOr<v1::LoadAdapterResponse> LoadAdapter(const std::string& name, const CallOptions& options = {});
   absl::StatusOr<v1::UnloadAdapterResponse> UnloadAdapter(const std::string& name, const CallOptions& options = {});
+  // OK whatever the verdict is: it is in the report.
+  absl::StatusOr<v1::CheckAdapterResponse> CheckAdapter(const std::string& name, const CallOptions& options = {});
+  // Reads the file twice, for its digest and to send it, a MiB at a time. `name` is empty with check_only. Besides what the
+  // server says: NOT_FOUND / NO_SUCH_FILE, ABORTED / FILE_CHANGED (it was written to meanwhile).
+  absl::StatusOr<v1::UploadAdapterResponse> UploadAdapter(const std::string& name, const std::string& path,
+                                                          const UploadOptions& upload = {}, const CallOptions& options = {});
+  // Fields of `settings` that are not set stay as they are kept; `reset` forgets those first. With neither, it only answers.
+  absl::StatusOr<v1::SetAdapterResponse> SetAdapter(const std::string& name, const v1::AdapterSettings& settings,
+                                                    bool reset = false, const CallOptions& options = {});
+
+  absl::StatusOr<v1::ListPresetsResponse> ListPresets(const CallOptions& options = {});
+  absl::StatusOr<v1::SetPresetResponse> SetPreset(const v1::SetPresetRequest& request, const CallOptions& options = {});
+  absl::StatusOr<v1::GetPresetResponse> GetPreset(const std::string& name, const CallOptions& options = {});
+  absl::StatusOr<v1::RemovePresetResponse> RemovePreset(const std::string& name, const CallOptions& options = {});
 
   absl::StatusOr<v1::GetModelResponse> GetModel(const CallOptions& options = {});
   absl::StatusOr<v1::GetStatusResponse> GetStatus(const CallOptions& options = {});

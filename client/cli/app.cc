@@ -15,21 +15,27 @@
 #include "client/cli/inspect_command.h"
 #include "client/cli/lora_spec.h"
 #include "client/cli/operations_command.h"
+#include "client/cli/presets_command.h"
 
 namespace h3::ctl {
 namespace {
 
 constexpr char kDefaultServer[] = "127.0.0.1:50051";
 
+constexpr char kAdapterName[] = "Path below the adapters directory without .safetensors, an upload's name, or sha256:HEX";
+constexpr char kPresetName[] = "1 to 128 letters, digits, and . _ -";
+
 std::string LoraHelp() {
-  return absl::StrCat("An adapter of the stack, applied at run time; repeat it for more, in order. SPEC is\n", kLoraSpecGrammar,
-                      "\nwith NAME a path below the server's adapters directory without .safetensors, or sha256:HEX");
+  return absl::StrCat(
+      "An adapter of the stack, applied at run time; repeat it for more, in order. SPEC is\n", kLoraSpecGrammar,
+      "\nwith NAME a path below the server's adapters directory without .safetensors, an upload's name, or sha256:HEX");
 }
 
 const char kAppFooter[] =
     "\nExamples:\n"
     "  h3ctl generate --request in.safetensors --lora turbo=1 --lora style=0.6,audio=0 --evaluations 8 --seed 7 --output "
     "out.safetensors\n"
+    "  h3ctl adapters check style.safetensors\n"
     "  h3ctl memory --watch\n"
     "  h3ctl inspect style.safetensors\n"
     "\nExit codes: 0 done; 2 wrong usage; 3 refused (the request is at fault); 4 not now (try again); 1 anything else.\n"
@@ -44,7 +50,10 @@ const char kRequestHelp[] =
 template <typename Flags>
 void AddRunOptions(CLI::App& command, Flags& flags) {
   command.add_option("--request", flags.request, kRequestHelp)->required()->type_name("FILE");
-  command.add_option("--lora", flags.lora, LoraHelp())->allow_extra_args(false)->type_name("SPEC");
+  CLI::Option* const lora = command.add_option("--lora", flags.lora, LoraHelp())->allow_extra_args(false)->type_name("SPEC");
+  command.add_option("--preset", flags.preset, "A stack that the server keeps under this name; see h3ctl presets --help")
+      ->excludes(lora)
+      ->type_name("NAME");
   command.add_option("--video-shift", flags.video_shift, "Sigma shift of the video [the request file's, else 12]");
   command.add_option("--audio-shift", flags.audio_shift, "Sigma shift of the audio [the request file's, else 3]");
 }
@@ -93,6 +102,7 @@ void AddGenerate(CLI::App& app, Invocation& invocation) {
       "  h3ctl generate --request in.safetensors --evaluations 8 --seed 7 --output out.safetensors\n"
       "  h3ctl generate --request in.safetensors --lora turbo=1 --lora style=-0.5 --evaluations 4 --noise-from-request "
       "--output out.safetensors\n"
+      "  h3ctl generate --request in.safetensors --preset anime --evaluations 8 --output out.safetensors\n"
       "  h3ctl generate --request in.safetensors --sigmas 1,0.9,0.6,0 --seed 7 --output out.safetensors | jq .event");
   command.callback(
       [flags, &invocation] { invocation.run = [flags](Context& context) { return RunGenerate(*flags, context); }; });
@@ -112,28 +122,118 @@ void AddEvaluate(CLI::App& app, Invocation& invocation) {
       "\nWithout --sigma or --video-t and --audio-t, the point is the request file's base_sigma (before the shift).\n"
       "\nExamples:\n"
       "  h3ctl evaluate --request in.safetensors --lora style=0.8 --output velocity.safetensors\n"
-      "  h3ctl evaluate --request in.safetensors --sigma 0.95 --output velocity.safetensors");
+      "  h3ctl evaluate --request in.safetensors --preset anime --sigma 0.95 --output velocity.safetensors");
   command.callback(
       [flags, &invocation] { invocation.run = [flags](Context& context) { return RunEvaluate(*flags, context); }; });
 }
 
+// A subcommand that takes a name and nothing else.
+CLI::App& AddNamed(CLI::App& command, Invocation& invocation, const char* verb, const char* what, const char* name_help,
+                   absl::Status (*run)(const std::string&, Context&)) {
+  CLI::App& sub = *command.add_subcommand(verb, what);
+  const auto name = std::make_shared<std::string>();
+  sub.add_option("name", *name, name_help)->required()->type_name("NAME");
+  sub.callback([name, run, &invocation] { invocation.run = [name, run](Context& context) { return run(*name, context); }; });
+  return sub;
+}
+
+void AddAdaptersUpload(CLI::App& adapters, Invocation& invocation) {
+  CLI::App& command = *adapters.add_subcommand("upload", "Send an adapter file to the server and keep it there under a name");
+  const auto flags = std::make_shared<AdapterUploadFlags>();
+  command.add_option("name", flags->name, "What requests will call it; what had the name before is replaced")
+      ->required()
+      ->type_name("NAME");
+  command.add_option("file", flags->file, "Safetensors file of this machine")->required()->type_name("FILE");
+  command.footer(
+      "\nThe name leads to the new file only when all of it has arrived; an upload that breaks off changes nothing. A file "
+      "that "
+      "would not load is kept too, and the answer says so. Nothing is put on the device: see h3ctl adapters load.\n"
+      "\nExample:\n  h3ctl adapters upload style/v2 style-v2.safetensors");
+  command.callback(
+      [flags, &invocation] { invocation.run = [flags](Context& context) { return RunAdaptersUpload(*flags, context); }; });
+}
+
+void AddAdaptersSet(CLI::App& adapters, Invocation& invocation) {
+  CLI::App& command = *adapters.add_subcommand("set", "Keep what is known about an adapter and its file does not say");
+  const auto flags = std::make_shared<AdapterSetFlags>();
+  command.add_option("name", flags->name, kAdapterName)->required()->type_name("NAME");
+  command.add_option("--alpha", flags->alpha, "Alpha of every module, in place of the file's; a SPEC's alpha goes before it")
+      ->type_name("A|auto");
+  command.add_option("--qkv-layout", flags->qkv_layout, "Rows of a fused attn.qkv_proj: [q; k; v] or [q0 k0 v0 q1 k1 v1 ...]")
+      ->check(CLI::IsMember({"stacked", "interleaved", "auto"}))
+      ->type_name("LAYOUT");
+  command.add_option("--fc1-order", flags->fc1_order, "Which half of mlp.fc1 comes first")
+      ->check(CLI::IsMember({"gate-first", "up-first", "auto"}))
+      ->type_name("ORDER");
+  command.add_option("--partition", flags->partition, "The weight set that it was trained on")
+      ->check(CLI::IsMember({"fl2va", "ref2va", "auto"}))
+      ->type_name("PARTITION");
+  command.add_flag("--reset", flags->reset, "First forget what is kept");
+  command.footer(
+      "\nKept for the content (by digest), not for the name: another file under the name starts anew. What no option names "
+      "stays "
+      "as it is; auto forgets one setting, and the file has the word again. Prints what is kept now.\n"
+      "\nExample, for a file whose fused rows come out as noise:\n  h3ctl adapters set style --qkv-layout interleaved");
+  command.callback(
+      [flags, &invocation] { invocation.run = [flags](Context& context) { return RunAdaptersSet(*flags, context); }; });
+}
+
 void AddAdapters(CLI::App& app, Invocation& invocation) {
-  CLI::App& command = *app.add_subcommand("adapters", "See what adapters there are; put them on the device and take them off");
+  CLI::App& command =
+      *app.add_subcommand("adapters", "See what adapters there are; check, upload and set them; put them on the device");
   command.require_subcommand(1);
-  command.add_subcommand("list", "Names, digests, sizes, and what the device holds")->callback([&invocation] {
-    invocation.run = RunAdaptersList;
-  });
-  const auto add = [&](const char* verb, const char* what, absl::Status (*run)(const std::string&, Context&)) {
-    CLI::App& sub = *command.add_subcommand(verb, what);
-    const auto name = std::make_shared<std::string>();
-    sub.add_option("name", *name, "Path below the adapters directory without .safetensors, or sha256:HEX")
-        ->required()
-        ->type_name("NAME");
-    sub.callback([name, run, &invocation] { invocation.run = [name, run](Context& context) { return run(*name, context); }; });
-  };
-  add("load", "Read, check and copy an adapter to the device before it is needed", RunAdaptersLoad);
-  add("unload", "Free an adapter's device memory; refused while a request uses it", RunAdaptersUnload);
-  command.footer("\nExamples:\n  h3ctl adapters list\n  h3ctl adapters load style\n  h3ctl adapters unload style");
+  CLI::App& list = *command.add_subcommand("list", "Names, digests, sizes, settings, and what the device holds");
+  list.footer("\nExample:\n  h3ctl adapters list");
+  list.callback([&invocation] { invocation.run = RunAdaptersList; });
+  AddNamed(command, invocation, "load", "Read, check and copy an adapter to the device before it is needed", kAdapterName,
+           RunAdaptersLoad)
+      .footer("\nExample:\n  h3ctl adapters load style");
+  AddNamed(command, invocation, "unload", "Free an adapter's device memory; refused while a request uses it", kAdapterName,
+           RunAdaptersUnload)
+      .footer("\nExample:\n  h3ctl adapters unload style");
+  CLI::App& check =
+      AddNamed(command, invocation, "check", "What an adapter is, and whether it would load; nothing stays loaded or kept",
+               "A file of this machine, which is sent for the check, or else an adapter of the server", RunAdaptersCheck);
+  check.get_option("name")->type_name("NAME-OR-FILE");
+  check.footer(
+      "\nThe first line is the verdict; exit code 0: it would load, 3: it would be refused, for the reason shown.\n"
+      "\nExample:\n  h3ctl adapters check style.safetensors && h3ctl adapters upload style style.safetensors");
+  AddAdaptersUpload(command, invocation);
+  AddAdaptersSet(command, invocation);
+  command.footer(
+      "\nExamples:\n  h3ctl adapters list\n  h3ctl adapters check style.safetensors\n"
+      "  h3ctl adapters upload style style.safetensors\n  h3ctl adapters set style --alpha 8\n  h3ctl adapters load style");
+}
+
+void AddPresets(CLI::App& app, Invocation& invocation) {
+  CLI::App& command = *app.add_subcommand("presets", "Stacks that the server keeps under a name, for --preset");
+  command.require_subcommand(1);
+  CLI::App& list = *command.add_subcommand("list", "Names, revisions and stacks");
+  list.footer("\nExample:\n  h3ctl presets list");
+  list.callback([&invocation] { invocation.run = RunPresetsList; });
+
+  CLI::App& set = *command.add_subcommand("set", "Create a preset, or replace it");
+  const auto flags = std::make_shared<PresetSetFlags>();
+  set.add_option("name", flags->name, kPresetName)->required()->type_name("NAME");
+  set.add_option("--lora", flags->lora, LoraHelp())->required()->allow_extra_args(false)->type_name("SPEC");
+  set.add_option("--expected-revision", flags->expected_revision,
+                 "Replace this revision only (0: only create), so that nobody else's change is lost")
+      ->check(CLI::NonNegativeNumber)
+      ->type_name("N");
+  set.footer(
+      "\nThe preset keeps the digest of each adapter. When a name leads to another file later, requests with the preset are "
+      "refused (ADAPTER_CHANGED) until it is set again; h3ctl presets get shows how.\n"
+      "\nExample:\n  h3ctl presets set anime --lora turbo=1 --lora style=0.6,audio=0");
+  set.callback([flags, &invocation] { invocation.run = [flags](Context& context) { return RunPresetsSet(*flags, context); }; });
+
+  AddNamed(command, invocation, "get", "A preset's stack, as --lora options that can be pasted, with digests", kPresetName,
+           RunPresetsGet)
+      .footer("\nExample:\n  h3ctl presets get anime");
+  AddNamed(command, invocation, "remove", "Forget a preset; its adapters stay", kPresetName, RunPresetsRemove)
+      .footer("\nExample:\n  h3ctl presets remove anime");
+  command.footer(
+      "\nExamples:\n  h3ctl presets set anime --lora turbo=1 --lora style=0.6,audio=0\n"
+      "  h3ctl generate --preset anime --request in.safetensors --evaluations 8 --output out.safetensors");
 }
 
 void AddOperations(CLI::App& app, Invocation& invocation) {
@@ -178,6 +278,7 @@ absl::StatusOr<Invocation> ParseCommandLine(int argc, const char* const* argv) {
   AddGenerate(app, invocation);
   AddEvaluate(app, invocation);
   AddAdapters(app, invocation);
+  AddPresets(app, invocation);
   AddOperations(app, invocation);
   AddInspect(app, invocation);
   try {

@@ -45,6 +45,7 @@ absl::Status RunEvaluate(const EvaluateFlags& flags, Context& context) {
   for (const std::string& spec : flags.lora) {
     H3_ASSIGN_OR_RETURN(*header.add_stack(), ParseLoraSpec(spec));
   }
+  header.set_preset(flags.preset);
   header.set_include_condition_rows(true);
 
   H3_ASSIGN_OR_RETURN(const std::unique_ptr<client::Session> session,
@@ -55,9 +56,10 @@ absl::Status RunEvaluate(const EvaluateFlags& flags, Context& context) {
 
   if (context.json || !context.terminal) {
     context.out << EventJson("accepted", session->accepted()) << "\n"
+                << EventJson("ready", session->ready()) << "\n"
                 << EventJson("completed", output.result, "output", flags.output) << std::endl;
   } else {
-    context.out << StackText(session->accepted())
+    context.out << StackText(session->accepted()) << RatiosText(session->ready().stack())
                 << absl::StrFormat("evaluated at t = %g (video), %g (audio) in %.3f s\nwritten: %s\n",
                                    output.result.timesteps().video(), output.result.timesteps().audio(),
                                    output.result.seconds(), flags.output)

@@ -15,7 +15,8 @@ namespace h3::ctl {
 
 struct EvaluateFlags {
   std::string request;
-  std::vector<std::string> lora;
+  std::vector<std::string> lora;  // SPECs, in stack order.
+  std::string preset;             // Instead of them.
   std::string output;
   std::optional<double> sigma;             // Video, after the shift.
   std::optional<double> video_t, audio_t;  // Both or none.

@@ -26,6 +26,7 @@ absl::StatusOr<v1::GenerateHeader> MakeGenerateHeader(const GenerateFlags& flags
   for (const std::string& spec : flags.lora) {
     H3_ASSIGN_OR_RETURN(*header.add_stack(), ParseLoraSpec(spec));
   }
+  header.set_preset(flags.preset);
   v1::Sampling& sampling = *header.mutable_sampling();
   if (flags.noise_from_request) {
     sampling.set_noise_from_request(true);

@@ -17,6 +17,7 @@ namespace h3::ctl {
 struct GenerateFlags {
   std::string request;
   std::vector<std::string> lora;  // SPECs, in stack order.
+  std::string preset;             // Instead of them.
   std::string output;
   std::optional<uint32_t> evaluations;
   std::optional<uint64_t> seed;  // Absent, and no noise from the request: drawn here and shown.

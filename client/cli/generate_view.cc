@@ -11,13 +11,12 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "client/cli/proto_json.h"
+#include "client/cli/status_line.h"
 #include "client/cli/words.h"
 #include "server/base/bytes.h"
 
 namespace h3::ctl {
 namespace {
-
-constexpr size_t kBarWidth = 30;
 
 class JsonView final : public GenerateView {
  public:
@@ -40,7 +39,7 @@ class JsonView final : public GenerateView {
 
 class TerminalView final : public GenerateView {
  public:
-  explicit TerminalView(std::ostream& out) : out_(out) {}
+  explicit TerminalView(std::ostream& out) : out_(out), line_(out) {}
 
   void OnSeed(uint64_t seed) override { out_ << "seed " << seed << " (drawn; --seed " << seed << " repeats this run)\n"; }
   void OnAccepted(const v1::Accepted& accepted) override {
@@ -49,12 +48,12 @@ class TerminalView final : public GenerateView {
     queued.set_phase(v1::PHASE_QUEUED);
     queued.set_queue_position(accepted.queue_position());
     queued.set_eta_seconds(accepted.eta_seconds());
-    Draw(ProgressLine(queued));
+    line_.Draw(ProgressLine(queued));
   }
-  void OnProgress(const v1::Progress& progress) override { Draw(ProgressLine(progress)); }
-  void OnResult(const v1::ResultHeader&) override { Draw("receiving the result"); }
+  void OnProgress(const v1::Progress& progress) override { line_.Draw(ProgressLine(progress)); }
+  void OnResult(const v1::ResultHeader&) override { line_.Draw("receiving the result"); }
   void OnCompleted(const v1::Completed& completed, const std::string& output) override {
-    Erase();
+    line_.Erase();
     const int steps = completed.step_seconds_size();
     const double in_steps = std::accumulate(completed.step_seconds().begin(), completed.step_seconds().end(), 0.0);
     out_ << absl::StrFormat("done: %d evaluations of %.3f s, after %.2f s in the queue and %.2f s of preparation\n", steps,
@@ -62,22 +61,13 @@ class TerminalView final : public GenerateView {
          << absl::StrFormat("memory: peak %s; merged copies of this stack would have held %s more\n",
                             Human(ByteCount(static_cast<int64_t>(completed.peak_bytes()))),
                             Human(ByteCount(static_cast<int64_t>(completed.avoided_resident_bytes()))))
-         << "written: " << output << std::endl;
+         << RatiosText(completed.stack()) << "written: " << output << std::endl;
   }
-  void OnFailed() override { Erase(); }
+  void OnFailed() override { line_.Erase(); }
 
  private:
-  void Draw(const std::string& line) {
-    out_ << "\r\x1b[K" << line << std::flush;
-    drawn_ = true;
-  }
-  void Erase() {
-    if (drawn_) out_ << "\r\x1b[K" << std::flush;
-    drawn_ = false;
-  }
-
   std::ostream& out_;
-  bool drawn_ = false;
+  StatusLine line_;
 };
 
 std::string Left(double seconds) { return seconds > 0 ? absl::StrCat("  ", Duration(std::ceil(seconds)), " left") : ""; }
@@ -102,11 +92,7 @@ std::string ProgressLine(const v1::Progress& progress) {
   }
   const size_t steps = std::max<size_t>(progress.steps(), 1);
   const size_t step = std::min<size_t>(progress.step(), steps);
-  const size_t filled = kBarWidth * step / steps;
-  std::string bar(filled, '=');
-  if (filled < kBarWidth) bar.push_back('>');
-  bar.resize(kBarWidth, ' ');
-  return absl::StrFormat("[%s]  %d/%d  %d %%%s", bar, step, steps, 100 * step / steps, Left(progress.eta_seconds()));
+  return absl::StrFormat("%s  %d/%d  %d %%%s", Bar(step, steps), step, steps, 100 * step / steps, Left(progress.eta_seconds()));
 }
 
 std::string StackText(const v1::Accepted& accepted) {
@@ -135,6 +121,19 @@ std::string StackText(const v1::Accepted& accepted) {
     warn(adapter.warnings(), absl::StrCat(adapter.adapter(), ": "));
   }
   warn(accepted.warnings(), "");
+  return text;
+}
+
+std::string RatiosText(const google::protobuf::RepeatedPtrField<v1::ResolvedAdapter>& stack) {
+  std::string text;
+  for (const v1::ResolvedAdapter& adapter : stack) {
+    std::vector<double> ratios;
+    for (const v1::StrengthRatio& ratio : adapter.auto_strength_ratios()) ratios.push_back(ratio.ratio());
+    if (ratios.empty()) continue;
+    std::sort(ratios.begin(), ratios.end());
+    absl::StrAppendFormat(&text, "auto-strength of %s: x %.3g / %.3g / %.3g (least, median, most of %d modules)\n",
+                          adapter.adapter(), ratios.front(), ratios[ratios.size() / 2], ratios.back(), ratios.size());
+  }
   return text;
 }
 

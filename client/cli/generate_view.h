@@ -5,6 +5,7 @@
 #include <ostream>
 #include <string>
 
+#include "google/protobuf/repeated_field.h"
 #include "h3/v1/generation.pb.h"
 
 namespace h3::ctl {
@@ -34,5 +35,9 @@ std::string ProgressLine(const v1::Progress& progress);
 // What was accepted: a line an adapter ("style  strength 0.8  208 modules  592.0 MiB  208 of rank 64 x 0.5": alpha / rank), and
 // the server's warnings. Also for evaluate.
 std::string StackText(const v1::Accepted& accepted);
+
+// A line for each adapter that auto-strength levelled, as it was applied (Completed.stack, Ready.stack); else empty. Also for
+// evaluate.
+std::string RatiosText(const google::protobuf::RepeatedPtrField<v1::ResolvedAdapter>& stack);
 
 }  // namespace h3::ctl

@@ -145,7 +145,7 @@ struct AdapterFile {
       }
       return bytes;
     };
-    options.peft_config = peft_config;
+    options.settings.peft_config = peft_config;
     return ReadAdapter(header, read, geometry, options);
   }
 };
@@ -186,7 +186,7 @@ std::string TermType(const AdapterTerm& term) {
     case MagnitudeAxis::kNone:
       break;
   }
-  return term.through_grid ? "low rank, through the grid" : "low rank";
+  return term.features == AdalnFeatures::kGrid ? "low rank, through the grid" : "low rank";
 }
 
 std::map<std::string, int64_t> CountTypes(const AdapterManifest& manifest) {

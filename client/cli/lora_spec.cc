@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <charconv>
 #include <set>
 #include <string>
 #include <utility>
@@ -12,6 +13,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "client/cli/exit_code.h"
+#include "client/cli/words.h"
 #include "server/base/status_macros.h"
 
 namespace h3::ctl {
@@ -19,6 +21,9 @@ namespace {
 
 constexpr std::array<absl::string_view, 8> kOptions = {"video",         "text",  "audio",     "per-evaluation",
                                                        "auto-strength", "alpha", "leave-out", "apply"};
+
+// Of AutoStrength: see types.proto.
+constexpr double kDefaultFloor = 0.3, kDefaultCeiling = 1.5;
 
 absl::Status BadSpec(absl::string_view spec, absl::string_view what) {
   return UsageError(absl::StrCat("--lora ", spec, ": ", what, "; expected ", kLoraSpecGrammar));
@@ -43,6 +48,13 @@ absl::StatusOr<std::vector<double>> Numbers(absl::string_view spec, absl::string
     H3_ASSIGN_OR_RETURN(values.emplace_back(), Number(spec, what, part));
   }
   return values;
+}
+
+// The fewest digits that read back as the same number.
+std::string Shortest(double value) {
+  std::array<char, 32> text;
+  const std::to_chars_result end = std::to_chars(text.data(), text.data() + text.size(), value);
+  return std::string(text.data(), end.ptr);
 }
 
 // "style=0.8,vidoe" is a mistyped option and not a name.
@@ -121,6 +133,28 @@ absl::StatusOr<v1::StackEntry> ParseLoraSpec(absl::string_view spec) {
     H3_RETURN_IF_ERROR(SetOption(spec, parts.first, parts.second, entry));
   }
   return entry;
+}
+
+std::string FormatLoraSpec(const v1::StackEntry& entry) {
+  std::string spec = absl::StrCat(entry.adapter(), "=", Shortest(entry.strength()));
+  const auto add = [&spec](absl::string_view key, absl::string_view value) { absl::StrAppend(&spec, ",", key, "=", value); };
+  const v1::ModalityFactors& factors = entry.factors();
+  if (factors.has_video()) add("video", Shortest(factors.video()));
+  if (factors.has_text()) add("text", Shortest(factors.text()));
+  if (factors.has_audio()) add("audio", Shortest(factors.audio()));
+  if (!entry.per_evaluation().empty()) {
+    add("per-evaluation", absl::StrJoin(entry.per_evaluation(), ":",
+                                        [](std::string* out, double factor) { absl::StrAppend(out, Shortest(factor)); }));
+  }
+  if (entry.has_auto_strength()) {
+    const v1::AutoStrength& bounds = entry.auto_strength();
+    add("auto-strength", absl::StrCat(Shortest(bounds.has_floor() ? bounds.floor() : kDefaultFloor), ":",
+                                      Shortest(bounds.has_ceiling() ? bounds.ceiling() : kDefaultCeiling)));
+  }
+  if (entry.has_alpha()) add("alpha", Shortest(entry.alpha()));
+  for (const std::string& part : entry.leave_out()) add("leave-out", part);
+  if (entry.apply() != v1::APPLY_UNSPECIFIED) add("apply", Word(entry.apply()));
+  return spec;
 }
 
 }  // namespace h3::ctl

@@ -1,6 +1,8 @@
 // What a user types after --lora: one adapter of a stack.
 #pragma once
 
+#include <string>
+
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "h3/v1/types.pb.h"
@@ -15,5 +17,10 @@ inline constexpr absl::string_view kLoraSpecGrammar =
 // checked for being numbers only; which values are allowed is the server's word (BAD_STRENGTH, BAD_SCALE).
 // INVALID_ARGUMENT / USAGE: anything that is not of this grammar; the message names the part.
 absl::StatusOr<v1::StackEntry> ParseLoraSpec(absl::string_view spec);
+
+// The inverse: a SPEC that parses to the same entry, down to the last digit. What a SPEC cannot say (digest, settings) is left
+// out; bounds of auto-strength that were left to the server are written as its defaults. A name that no SPEC can hold
+// ("a=1,b") comes out as it is.
+std::string FormatLoraSpec(const v1::StackEntry& entry);
 
 }  // namespace h3::ctl

@@ -16,8 +16,6 @@ using Rows = std::vector<std::vector<std::string>>;
 
 std::string Size(uint64_t bytes) { return Human(ByteCount(static_cast<int64_t>(bytes))); }
 
-std::string OrDash(std::string text) { return text.empty() ? "-" : std::move(text); }
-
 std::string ModelText(const v1::Model& model) {
   const v1::Geometry& g = model.geometry();
   return Table(

@@ -1,6 +1,8 @@
 #include "client/cli/proto_json.h"
 
+#include <map>
 #include <nlohmann/json.hpp>
+#include <utility>
 
 #include "client/cli/words.h"
 #include "google/protobuf/descriptor.h"
@@ -69,6 +71,20 @@ Json Element(const Message& message, const FieldDescriptor& field, int i) {
   return nullptr;
 }
 
+// Keys in order: reflection gives them in any.
+Json Map(const Message& message, const FieldDescriptor& field) {
+  const FieldDescriptor& key = *field.message_type()->map_key();
+  const FieldDescriptor& value = *field.message_type()->map_value();
+  std::map<std::string, Json> entries;
+  for (int i = 0; i < message.GetReflection()->FieldSize(message, &field); ++i) {
+    const Message& entry = message.GetReflection()->GetRepeatedMessage(message, &field, i);
+    entries[entry.GetReflection()->GetString(entry, &key)] = Single(entry, value);
+  }
+  Json json = Json::object();
+  for (auto& [name, entry] : entries) json[name] = std::move(entry);
+  return json;
+}
+
 Json ToJson(const Message& message) {
   Json json = Json::object();
   const google::protobuf::Descriptor& type = *message.GetDescriptor();
@@ -76,7 +92,9 @@ Json ToJson(const Message& message) {
   for (int f = 0; f < type.field_count(); ++f) {
     const FieldDescriptor& field = *type.field(f);
     const std::string& name = field.name();
-    if (field.is_repeated()) {
+    if (field.is_map()) {
+      json[name] = Map(message, field);
+    } else if (field.is_repeated()) {
       json[name] = Json::array();
       for (int i = 0; i < r.FieldSize(message, &field); ++i) json[name].push_back(Element(message, field, i));
     } else if (field.containing_oneof() == nullptr || r.HasField(message, &field)) {

@@ -1,4 +1,5 @@
-// Messages as the JSON that scripts read: proto field names, 64-bit numbers as numbers, enums as lower-case words.
+// Messages as the JSON that scripts read: proto field names, 64-bit numbers as numbers, enums as lower-case words, maps
+// (their keys are text) as objects.
 #pragma once
 
 #include <string>

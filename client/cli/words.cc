@@ -2,20 +2,27 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_replace.h"
 #include "absl/strings/strip.h"
 
 namespace h3::ctl {
 namespace {
 
-// "WorkerState" -> "WORKER_STATE_", "DType" -> "DTYPE_": the prefix that the style guide of protobuf gives the values.
+constexpr size_t kBarWidth = 30;
+
+// "WorkerState" -> "WORKER_STATE_", "Fc1Order" -> "FC1_ORDER_", "DType" -> "DTYPE_": the prefix that the style guide of
+// protobuf gives the values.
 std::string Prefix(absl::string_view type) {
   std::string prefix;
   for (size_t i = 0; i < type.size(); ++i) {
-    if (i > 0 && absl::ascii_isupper(type[i]) && absl::ascii_islower(type[i - 1])) prefix.push_back('_');
+    const bool begins_word = absl::ascii_isupper(type[i]);
+    if (i > 0 && begins_word && (absl::ascii_islower(type[i - 1]) || absl::ascii_isdigit(type[i - 1]))) prefix.push_back('_');
     prefix.push_back(absl::ascii_toupper(type[i]));
   }
   return prefix + "_";
@@ -47,12 +54,29 @@ std::string Grouped(uint64_t number) {
 
 std::string ShortDigest(absl::string_view digest) { return std::string(digest.substr(0, 12)); }
 
+std::string ShellWord(absl::string_view text) {
+  const bool plain = !text.empty() && std::all_of(text.begin(), text.end(), [](unsigned char c) {
+    return absl::ascii_isalnum(c) || absl::StrContains("-_./:=,+@%", static_cast<char>(c));
+  });
+  return plain ? std::string(text) : absl::StrCat("'", absl::StrReplaceAll(text, {{"'", "'\\''"}}), "'");
+}
+
 std::string Duration(double seconds) {
   if (!std::isfinite(seconds) || seconds < 0) return "?";
   const auto whole = static_cast<int64_t>(std::llround(std::min(seconds, 1e9)));
   if (whole >= 3600) return absl::StrFormat("%d:%02d:%02d", whole / 3600, whole / 60 % 60, whole % 60);
   return absl::StrFormat("%d:%02d", whole / 60, whole % 60);
 }
+
+std::string Bar(uint64_t done, uint64_t total) {
+  const size_t filled = total == 0 ? kBarWidth : kBarWidth * std::min(done, total) / total;
+  std::string bar(filled, '=');
+  if (filled < kBarWidth) bar.push_back('>');
+  bar.resize(kBarWidth, ' ');
+  return absl::StrCat("[", bar, "]");
+}
+
+std::string OrDash(std::string text) { return text.empty() ? "-" : std::move(text); }
 
 std::string Table(const std::vector<std::vector<std::string>>& rows, const std::vector<size_t>& right) {
   std::vector<size_t> widths;

@@ -29,30 +29,32 @@ namespace {
 
 namespace fs = std::filesystem;
 
-const std::vector<std::string> kServices = {"h3.v1.Generation", "h3.v1.Adapters", "h3.v1.Operations"};
+const std::vector<std::string> kServices = {"h3.v1.Generation", "h3.v1.Adapters", "h3.v1.Presets", "h3.v1.Operations"};
 
 struct Flags {
   std::string listen = "127.0.0.1:50051";
   std::string metrics = "127.0.0.1:9464";
   std::string worker_metrics = "127.0.0.1:0";
   std::string worker_binary;
+  std::string state;
   std::vector<std::string> workers;
   std::string worker_dns;
   ModelFlags model;
   SchedulerOptions options;
   std::string max_request = "1GiB";
   std::string max_buffered = "8GiB";
+  std::string max_upload = "16GiB";
   double session_idle_seconds = 300;
 };
 
-// A folder for the sockets of local workers that only we can enter; removed at the end.
-class SocketFolder {
+// A folder that only we can enter, for the sockets of local workers, and for what is kept where there is no --state; removed at the end.
+class PrivateFolder {
  public:
-  SocketFolder() {
+  PrivateFolder() {
     std::string path = (fs::temp_directory_path() / "h3-scheduler-XXXXXX").string();
     if (mkdtemp(path.data()) != nullptr) path_ = path;
   }
-  ~SocketFolder() {
+  ~PrivateFolder() {
     std::error_code ignored;
     if (!path_.empty()) fs::remove_all(path_, ignored);
   }
@@ -98,10 +100,21 @@ int Run(const Flags& flags) {
     return 1;
   }
   SchedulerMetrics metrics((*exposer)->registry());
+  std::optional<PrivateFolder> folder(std::in_place);
+  if (flags.state.empty()) spdlog::warn("no --state: uploads, adapter settings and presets are forgotten when this process ends");
+  const std::string state = flags.state.empty() ? absl::StrCat(folder->path(), "/state") : flags.state;
+  auto content = ContentStore::Create(absl::StrCat(state, "/blobs"));
+  auto records = content.ok() ? StateStore::Open(absl::StrCat(state, "/state.sqlite")) : content.status();
+  if (!records.ok()) {
+    spdlog::error(absl::StrCat("cannot use --state: ", records.status().message()));
+    return 1;
+  }
   // gRPC's own threads may still speak to these while the process ends: they live as long as it does.
-  auto& core = *new SchedulerCore(flags.options, metrics);
+  const std::string blobs = content->directory();
+  auto& core = *new SchedulerCore(flags.options, metrics, std::move(*records), std::move(*content));
   auto& generation = *new GenerationService(core);
   auto& adapters = *new AdaptersService(core);
+  auto& presets = *new PresetsService(core);
   auto& operations = *new OperationsService(core);
   (*exposer)->Add(std::make_shared<QueueCollector>([&core] {
     QueueGauges gauges;
@@ -119,7 +132,7 @@ int Run(const Flags& flags) {
     return gauges;
   }));
 
-  auto listening = Listen(flags.listen, {&generation, &adapters, &operations});
+  auto listening = Listen(flags.listen, {&generation, &adapters, &presets, &operations});
   if (!listening.ok()) {
     spdlog::error(std::string(listening.status().message()));
     return 1;
@@ -127,7 +140,7 @@ int Run(const Flags& flags) {
   grpc::Server& server = *listening->server;
   SetReady(server, kServices, false);
 
-  std::optional<SocketFolder> sockets(std::in_place);
+  
   std::vector<std::unique_ptr<WorkerProcess>> local;
   absl::Notification leave;
   std::atomic<bool> leaving{false}, any_served{false};
@@ -142,10 +155,10 @@ int Run(const Flags& flags) {
       flags.model.model.empty() ? std::vector<std::string>() : LocalDevices(flags.model.device);
   for (size_t i = 0; i < devices.size(); ++i) {
     const std::string name = absl::StrCat("local-", i);
-    const std::string socket = absl::StrCat("unix:", sockets->path(), "/worker-", i, ".sock");
+    const std::string socket = absl::StrCat("unix:", folder->path(), "/worker-", i, ".sock");
     const std::shared_ptr<WorkerLink> link = core.AddWorker(name);
     std::vector<std::string> arguments = {
-        "--supervised", "--listen", socket, "--metrics", flags.worker_metrics, "--adapters", flags.options.adapters};
+        "--supervised", "--listen", socket, "--metrics", flags.worker_metrics, "--adapters", flags.options.adapters, "--blobs", blobs};
     for (std::string& argument : flags.model.Arguments(devices[i])) arguments.push_back(std::move(argument));
     local.push_back(std::make_unique<WorkerProcess>(
         WorkerProcessOptions{.binary = flags.worker_binary.empty() ? BesideUs("h3-worker") : flags.worker_binary,
@@ -195,7 +208,7 @@ int Run(const Flags& flags) {
   server.Shutdown(std::chrono::system_clock::now() + std::chrono::seconds(5));
   for (const auto& worker : core.workers()) worker->Disconnect("the scheduler ends");
   local.clear();
-  sockets.reset();
+  folder.reset();
   if (exit_code.load() == 0) spdlog::info("drained");
   LeaveNow(exit_code.load());
 }
@@ -217,6 +230,8 @@ int main(int argc, char** argv) {
   app.add_option("--adapters", flags.options.adapters, "Directory of adapters; a name is a path below it without .safetensors")
       ->check(CLI::ExistingDirectory)
       ->capture_default_str();
+  app.add_option("--state", flags.state,
+                 "Directory for what is kept over restarts: uploaded adapters, adapter settings, presets; default: kept until the process ends");
   app.add_option("--worker", flags.workers, "HOST:PORT of an h3-worker elsewhere; may be given several times")
       ->group("Workers");
   app.add_option("--worker-dns", flags.worker_dns,
@@ -236,6 +251,12 @@ int main(int argc, char** argv) {
       ->group("Limits")
       ->check([](const std::string& text) {
         return h3::ParseBytes(text).ok() ? "" : "not a number of bytes such as 1GiB: " + text;
+      });
+  app.add_option("--max-upload", flags.max_upload, "Bytes that one uploaded adapter may have")
+      ->capture_default_str()
+      ->group("Limits")
+      ->check([](const std::string& text) {
+        return h3::ParseBytes(text).ok() ? "" : "not a number of bytes such as 16GiB: " + text;
       });
   app.add_option("--max-buffered", flags.max_buffered,
                  "Bytes of tensors of all requests that wait; what does not fit is refused with QUEUE_FULL")
@@ -272,6 +293,7 @@ int main(int argc, char** argv) {
     return 2;
   }
   flags.options.max_buffered_bytes = h3::ParseBytes(flags.max_buffered)->value();
+  flags.options.max_upload_bytes = h3::ParseBytes(flags.max_upload)->value();
   flags.options.max_request_bytes = h3::ParseBytes(flags.max_request)->value();
   flags.options.session_idle = absl::Seconds(flags.session_idle_seconds);
   return h3::Run(flags);

@@ -34,6 +34,7 @@ struct Flags {
   std::string listen = "127.0.0.1:50052";
   std::string metrics = "127.0.0.1:9465";
   std::string adapters = ".";
+  std::string blobs;
   ModelFlags model;
   bool supervised = false;
 };
@@ -41,6 +42,8 @@ struct Flags {
 EngineOptions ToEngineOptions(const Flags& flags) {
   EngineOptions options{.model = flags.model.model,
                         .adapters = flags.adapters,
+                        .blobs = flags.blobs,
+                        .idle_merged = ParseBytes(flags.model.materialized_idle).value(),
                         .device = flags.model.device,
                         .dtype = flags.model.dtype,
                         .silu_grid = flags.model.silu_grid,
@@ -176,6 +179,8 @@ int main(int argc, char** argv) {
   app.add_option("--metrics", flags.metrics, "HOST:PORT of /metrics for Prometheus")->capture_default_str();
   app.add_option("--adapters", flags.adapters, "Directory of adapters; a name is a path below it without .safetensors")
       ->capture_default_str();
+  app.add_option("--blobs", flags.blobs,
+                 "Directory of uploaded adapters by digest: `blobs` of the scheduler's --state directory, where it is shared");
   app.add_flag("--supervised", flags.supervised, "Leave when stdin ends (set by the scheduler that starts it)");
   flags.model.AddTo(app, true);
   app.footer(

@@ -13,6 +13,7 @@
 namespace h3 {
 
 namespace reason {
+inline constexpr absl::string_view kAdapterChanged = "ADAPTER_CHANGED";
 inline constexpr absl::string_view kAdalnNeedsGrid = "ADALN_NEEDS_GRID";
 inline constexpr absl::string_view kAmbiguousNames = "AMBIGUOUS_NAMES";
 inline constexpr absl::string_view kBadLayout = "BAD_LAYOUT";
@@ -23,18 +24,22 @@ inline constexpr absl::string_view kBadTensor = "BAD_TENSOR";
 inline constexpr absl::string_view kBaseMismatch = "BASE_MISMATCH";
 inline constexpr absl::string_view kCancelled = "CANCELLED";
 inline constexpr absl::string_view kDeadlineTooShort = "DEADLINE_TOO_SHORT";
+inline constexpr absl::string_view kDiskFull = "DISK_FULL";
 inline constexpr absl::string_view kDraining = "DRAINING";
 inline constexpr absl::string_view kInUse = "IN_USE";
 inline constexpr absl::string_view kIncompleteCurve = "INCOMPLETE_CURVE";
 inline constexpr absl::string_view kMalformedFile = "MALFORMED_FILE";
 inline constexpr absl::string_view kMissingPair = "MISSING_PAIR";
+inline constexpr absl::string_view kNameTaken = "NAME_TAKEN";
 inline constexpr absl::string_view kNoAdapterTensors = "NO_ADAPTER_TENSORS";
 inline constexpr absl::string_view kNotFinite = "NOT_FINITE";
+inline constexpr absl::string_view kPresetChanged = "PRESET_CHANGED";
 inline constexpr absl::string_view kQueueFull = "QUEUE_FULL";
 inline constexpr absl::string_view kRankMismatch = "RANK_MISMATCH";
 inline constexpr absl::string_view kShapeMismatch = "SHAPE_MISMATCH";
 inline constexpr absl::string_view kUnknownAdapter = "UNKNOWN_ADAPTER";
 inline constexpr absl::string_view kUnknownModule = "UNKNOWN_MODULE";
+inline constexpr absl::string_view kUnknownPreset = "UNKNOWN_PRESET";
 inline constexpr absl::string_view kUnsupportedAdapterType = "UNSUPPORTED_ADAPTER_TYPE";
 inline constexpr absl::string_view kUnsupportedBase = "UNSUPPORTED_BASE";
 inline constexpr absl::string_view kUnsupportedDora = "UNSUPPORTED_DORA";

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "server/format/adapter_settings.h"
 #include "server/format/checkpoint.h"
 #include "server/format/geometry.h"
 #include "server/format/request.h"
@@ -51,7 +52,19 @@ struct Offset {
   TensorInfo offset;
 };
 
-// One thing that an adapter adds at one site. Exactly one of the three is set.
+// A whole [rows.count, in] difference: as large as the weight, so that only a merged copy can take it (apply=materialized).
+struct Difference {
+  TensorInfo difference;
+};
+
+// What the input of an AdaLN term is, at a timestep t.
+enum class AdalnFeatures {
+  kBase,      // As the base's own projection: silu(time embedding), or the base's table.
+  kGrid,      // The full model's silu(time embedding) on a pruned base, from the silu grid.
+  kOwnTable,  // The adapter's own adaln_t_table, whatever the base has.
+};
+
+// One thing that an adapter adds at one site. Exactly one of the four is set.
 struct AdapterTerm {
   int site = 0;  // Index into Sites(geometry).
   RowRange rows;
@@ -59,13 +72,13 @@ struct AdapterTerm {
   std::optional<LowRank> low_rank;
   std::optional<Kronecker> kronecker;
   std::optional<Offset> offset;
-  int64_t rank = 0;          // 0 for offsets and whole Kronecker factors.
+  std::optional<Difference> difference;
+  int64_t rank = 0;          // 0 for offsets, differences and whole Kronecker factors.
   double alpha = 0;
   double scale = 1;          // alpha / rank as a rule; strength is not in it.
   bool root_rank = false;    // rsLoRA: the scale is alpha / sqrt(rank).
-  std::string scale_source;  // "alpha tensor", "metadata alpha", "default (alpha = rank)", "request", ...
-  // An AdaLN pair of the full model's width on a pruned base: applied to the silu grid, not to the table.
-  bool through_grid = false;
+  std::string scale_source;  // "alpha tensor", "metadata alpha", "default (alpha = rank)", "request", "adapter settings", ...
+  AdalnFeatures features = AdalnFeatures::kBase;
 };
 
 // A strength-scaled difference on a norm weight (1-D `diff`).
@@ -86,6 +99,7 @@ struct AdapterManifest {
   std::vector<AdapterTerm> terms;  // In site order.
   std::vector<NormOffset> norm_offsets;
   std::optional<Curve> curve;
+  std::optional<TensorInfo> own_table;  // Where a term's features are kOwnTable: [rows, width].
   Partition partition = Partition::kUnknown;  // Declared by the file.
   std::vector<std::string> left_out;  // Modules that leave_out allowed to be dropped.
   std::vector<std::string> ignored_sections;  // "transformer_ref" where the file holds both partitions, and the like.
@@ -98,12 +112,11 @@ struct IntakeOptions {
   Partition base_partition = Partition::kUnknown;
   bool base_has_grid = false;  // A silu grid (or a full model's time embedder) is there for AdaLN pairs on a pruned base.
   int64_t grid_width = 0;      // Its width: 2688 in the released files.
-  std::optional<double> alpha;            // Replaces every alpha.
-  std::optional<QkvLayout> qkv_layout;    // Of stored lora_B rows of fused qkv.
-  std::optional<bool> fc1_gate_first;     // Of stored lora_B rows of fc1.
-  std::vector<std::string> leave_out;     // "adaln"
-  // The text of an adapter_config.json beside the file (PEFT), or empty.
-  std::string peft_config;
+  bool interleaved_base = false;  // The base stores qkv rows per head.
+  AdapterSettings settings;
+  std::optional<double> alpha;         // The request's: replaces every alpha, the settings' too.
+  std::vector<std::string> leave_out;  // "adaln"
+  bool materialized = false;           // Whole differences may be taken.
 };
 
 // Reads the bytes of a small tensor (alphas). Errors are passed on.
@@ -116,7 +129,16 @@ using TensorReader = std::function<absl::StatusOr<std::string>(const TensorInfo&
 absl::StatusOr<AdapterManifest> ReadAdapter(const SafetensorsHeader& header, const TensorReader& read, const Geometry& geometry,
                                             const IntakeOptions& options = {});
 
+struct TermScale {
+  SiteKind kind = SiteKind::kQkv;
+  int64_t rank = 0;
+  double alpha = 0;
+  double scale = 1;
+  std::string source;
+};
+
 // One line for each (module kind, rank, alpha, source) that occurs among the terms: what users are told of an adapter's scale.
+std::vector<EffectiveScale> SummariseScales(const std::vector<TermScale>& terms);
 std::vector<EffectiveScale> SummariseScales(const AdapterManifest& manifest, const Geometry& geometry);
 
 }  // namespace h3

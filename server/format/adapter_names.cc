@@ -108,7 +108,7 @@ std::optional<ParsedName> ParseTensorName(absl::string_view name) {
   return parsed;
 }
 
-ModuleNames::ModuleNames(const Geometry& geometry) : sites_(Sites(geometry)) {
+ModuleNames::ModuleNames(const Geometry& geometry) : sites_(Sites(geometry)), blocks_(geometry.blocks) {
   const int64_t inner = geometry.inner();
   for (size_t i = 0; i < sites_.size(); ++i) {
     const Site& site = sites_[i];

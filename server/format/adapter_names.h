@@ -60,6 +60,7 @@ class ModuleNames {
   explicit ModuleNames(const Geometry& geometry);
 
   const std::vector<Site>& sites() const { return sites_; }
+  int64_t blocks() const { return blocks_; }
   // Null when nothing has that name.
   const Target* Find(const ParsedName& name) const;
 
@@ -67,6 +68,7 @@ class ModuleNames {
   void Add(const std::string& name, Target target);
 
   const std::vector<Site> sites_;
+  const int64_t blocks_;
   absl::flat_hash_map<std::string, Target> dotted_;
   absl::flat_hash_map<std::string, Target> flattened_;
 };

@@ -37,6 +37,11 @@ absl::Status CheckStack(absl::Span<const StackEntry> stack, int64_t evaluations)
                          absl::StrCat(entry.per_evaluation.size(), " per-evaluation factors for ", evaluations,
                                       " evaluations; give one for each"));
     }
+    if (entry.apply == Apply::kMaterialized &&
+        (entry.video != entry.text || entry.text != entry.audio || !entry.per_evaluation.empty())) {
+      return BadStrength(i, entry.adapter,
+                         "a merged copy has one strength for every row and evaluation; use apply=bypass for factors by modality or evaluation");
+    }
     if (entry.auto_strength.has_value()) {
       const auto [floor, ceiling] = *entry.auto_strength;
       if (!std::isfinite(floor) || !std::isfinite(ceiling) || floor < 0 || floor > ceiling) {

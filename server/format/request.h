@@ -10,6 +10,7 @@
 #include "absl/status/status.h"
 #include "absl/types/span.h"
 #include "server/base/bytes.h"
+#include "server/format/adapter_settings.h"
 #include "server/format/dtype.h"
 #include "server/format/geometry.h"
 #include "server/format/layout.h"
@@ -42,6 +43,7 @@ struct StackEntry {
   std::optional<double> alpha;
   std::vector<std::string> leave_out;
   Apply apply = Apply::kBypass;
+  AdapterSettings settings;  // What is kept of the adapter; filled in by the scheduler.
 };
 
 struct EffectiveScale {
@@ -53,6 +55,12 @@ struct EffectiveScale {
   std::string source;
 };
 
+// What auto-strength made of one module.
+struct StrengthRatio {
+  std::string module;
+  double ratio = 1;
+};
+
 struct ResolvedAdapter {
   std::string adapter;
   std::string digest;
@@ -62,6 +70,11 @@ struct ResolvedAdapter {
   int64_t modules = 0;
   std::vector<std::string> left_out;
   std::vector<std::string> warnings;
+  double video = 1, text = 1, audio = 1;
+  std::vector<double> per_evaluation;
+  Apply apply = Apply::kBypass;
+  std::vector<StrengthRatio> auto_strength_ratios;  // Only where a worker computed them.
+  AdapterSettings settings;  // Only where the registry resolved it.
 };
 
 // The largest strength that is not taken for a mistake.

@@ -14,6 +14,9 @@ namespace {
 // Larger than any adapter of this model: a complete one with rank 512 everywhere has about 6 GB.
 constexpr int64_t kMaxAdapterBytes = int64_t{16} << 30;
 
+constexpr absl::string_view kAdapterSuffix = ".safetensors";
+constexpr absl::string_view kPeftFile = "/adapter_model.safetensors";
+
 absl::Status NotResident(absl::string_view what) {
   return Refuse(absl::StatusCode::kNotFound, reason::kUnknownAdapter, absl::StrCat("adapter ", what, " is not resident"),
                 {{"adapter", std::string(what)}});
@@ -21,30 +24,61 @@ absl::Status NotResident(absl::string_view what) {
 
 }  // namespace
 
-absl::StatusOr<std::shared_ptr<const ResidentAdapter>> AdapterStore::Acquire(const std::string& name, const std::string& digest,
-                                                                             const std::vector<std::string>& leave_out) {
-  if (!digest.empty()) {
-    if (auto resident = Find({digest, leave_out}); resident != nullptr) return resident;
+absl::StatusOr<std::pair<std::string, std::string>> AdapterStore::ReadContent(const StackEntry& entry) const {
+  const auto read = [](const FileDescriptor& file) -> absl::StatusOr<std::pair<std::string, std::string>> {
+    H3_ASSIGN_OR_RETURN(std::string content, ReadAll(file, kMaxAdapterBytes));
+    std::string digest = Sha256Hex(content);
+    return std::pair(std::move(content), std::move(digest));
+  };
+  const std::string& name = entry.adapter;
+  if (!entry.digest.empty() && !options_.blobs.empty()) {
+    // Uploaded content lies under its digest, whatever name leads to it.
+    if (const auto blob = OpenConfined(options_.blobs, entry.digest); blob.ok()) {
+      H3_ASSIGN_OR_RETURN(auto found, read(*blob));
+      if (found.second == entry.digest) return found;
+      return RefuseArgument(reason::kMalformedFile, absl::StrCat("the stored content of adapter ", name, " is damaged; upload it again"),
+                            {{"adapter", name}, {"digest", entry.digest}, {"found", found.second}});
+    }
   }
   if (absl::StartsWith(name, "sha256:")) return NotResident(name);
-  H3_ASSIGN_OR_RETURN(const FileDescriptor file, OpenConfined(directory_, name, ".safetensors"));
-  H3_ASSIGN_OR_RETURN(const std::string content, ReadAll(file, kMaxAdapterBytes));
-  const std::string actual = Sha256Hex(content);
-  if (!digest.empty() && actual != digest) {
-    return Refuse(absl::StatusCode::kAborted, reason::kUnknownAdapter,
-                  absl::StrCat("adapter ", name, " was replaced after the request was accepted; send the request again"),
-                  {{"adapter", name}, {"digest", digest}, {"found", actual}});
+  auto file = OpenConfined(options_.directory, name, kAdapterSuffix);
+  if (!file.ok()) {
+    // A directory that PEFT saved is one adapter.
+    if (auto inner = OpenConfined(options_.directory, absl::StrCat(name, kPeftFile)); inner.ok()) return read(*inner);
+    return file.status();
   }
-  if (auto resident = Find({actual, leave_out}); resident != nullptr) return resident;
+  H3_ASSIGN_OR_RETURN(auto found, read(*file));
+  if (!entry.digest.empty() && found.second != entry.digest) {
+    return Refuse(absl::StatusCode::kAborted, reason::kAdapterChanged,
+                  absl::StrCat("adapter ", name, " was replaced after the request was accepted; send the request again"),
+                  {{"adapter", name}, {"digest", entry.digest}, {"found", found.second}});
+  }
+  return found;
+}
 
-  const auto named = [&](const absl::Status& status) { return WithDetail(status, "adapter", name); };
+absl::StatusOr<std::shared_ptr<const ResidentAdapter>> AdapterStore::Read(const StackEntry& entry) {
+  const bool materialized = entry.apply == Apply::kMaterialized;
+  if (!entry.digest.empty()) {
+    auto resident = Find({entry.digest, entry.settings, entry.leave_out});
+    if (resident != nullptr && (materialized || WholeDifference(*resident) == nullptr)) return resident;
+  }
+  H3_ASSIGN_OR_RETURN(const auto file, ReadContent(entry));
+  const auto& [content, digest] = file;
+  if (auto resident = Find({digest, entry.settings, entry.leave_out});
+      resident != nullptr && (materialized || WholeDifference(*resident) == nullptr)) {
+    return resident;
+  }
+  const auto named = [&](const absl::Status& status) { return WithDetail(status, "adapter", entry.adapter); };
   const auto header = ParseSafetensorsHeader(content, static_cast<int64_t>(content.size()));
   if (!header.ok()) return named(header.status());
   IntakeOptions options;
   options.base_partition = model_.checkpoint().partition;
   options.base_has_grid = model_.silu_grid().has_value();
   options.grid_width = options.base_has_grid ? model_.silu_grid()->width : 0;
-  options.leave_out = leave_out;
+  options.interleaved_base = model_.interleaved_qkv();
+  options.settings = entry.settings;
+  options.leave_out = entry.leave_out;
+  options.materialized = materialized;
   const auto manifest = ReadAdapter(
       *header,
       [&](const TensorInfo& info) -> absl::StatusOr<std::string> {
@@ -52,19 +86,25 @@ absl::StatusOr<std::shared_ptr<const ResidentAdapter>> AdapterStore::Acquire(con
       },
       model_.geometry(), options);
   if (!manifest.ok()) return named(manifest.status());
-  auto resident = MakeResident(model_, *manifest, content, name, actual);
+  auto resident = MakeResident(model_, *manifest, content, entry.adapter, digest);
   if (!resident.ok()) return named(resident.status());
-  absl::MutexLock lock(&mu_);
-  adapters_[{actual, leave_out}] = *resident;
   return *resident;
+}
+
+absl::StatusOr<std::shared_ptr<const ResidentAdapter>> AdapterStore::Acquire(const StackEntry& entry) {
+  H3_ASSIGN_OR_RETURN(std::shared_ptr<const ResidentAdapter> adapter, Read(entry));
+  absl::MutexLock lock(&mu_);
+  adapters_.try_emplace({adapter->digest, entry.settings, entry.leave_out}, adapter);
+  return adapter;
 }
 
 absl::StatusOr<ByteCount> AdapterStore::Unload(const std::string& digest) {
   std::vector<std::shared_ptr<const ResidentAdapter>> removed;  // Freed after the lock.
   ByteCount freed;
+  merged_.Drop(digest);
   absl::MutexLock lock(&mu_);
   for (const auto& [key, adapter] : adapters_) {
-    if (key.first == digest && adapter.use_count() > 1) {
+    if (key.digest == digest && adapter.use_count() > 1) {
       return Refuse(absl::StatusCode::kFailedPrecondition, reason::kInUse,
                     absl::StrCat("adapter ", adapter->name, " is used by ", adapter.use_count() - 1,
                                  " running stack(s); unload it when they are done"),
@@ -72,11 +112,12 @@ absl::StatusOr<ByteCount> AdapterStore::Unload(const std::string& digest) {
     }
   }
   for (auto it = adapters_.begin(); it != adapters_.end();) {
-    if (it->first.first != digest) {
+    if (it->first.digest != digest) {
       ++it;
       continue;
     }
     freed += it->second->bytes;
+    norms_.Forget(*it->second);
     removed.push_back(std::move(it->second));
     it = adapters_.erase(it);
   }

@@ -128,7 +128,7 @@ absl::StatusOr<ResidentTerm> CopyTerm(const ResidentModel& model, const AdapterT
                         .scale = term.scale,
                         .root_rank = term.root_rank,
                         .scale_source = term.scale_source,
-                        .through_grid = term.through_grid};
+                        .features = term.features};
   if (term.low_rank.has_value()) {
     const LowRank& from = *term.low_rank;
     ResidentLowRank low_rank;
@@ -168,6 +168,10 @@ absl::StatusOr<ResidentTerm> CopyTerm(const ResidentModel& model, const AdapterT
       kronecker.row_order = at::tensor(index, at::kLong).to(model.device());
     }
     resident.what = std::move(kronecker);
+  } else if (term.difference.has_value()) {
+    ResidentDifference difference;
+    H3_ASSIGN_OR_RETURN(difference.difference, loader.Copy(term.difference->difference, dtype, order.source));
+    resident.what = std::move(difference);
   } else {
     H3_CHECK(term.offset.has_value());
     ResidentOffset offset;
@@ -175,6 +179,17 @@ absl::StatusOr<ResidentTerm> CopyTerm(const ResidentModel& model, const AdapterT
     resident.what = std::move(offset);
   }
   return resident;
+}
+
+// False where a term adds nothing whatever it is applied to.
+bool HasEffect(const ResidentTerm& term) {
+  const auto any = [](const at::Tensor& tensor) { return tensor.any().item<bool>(); };
+  if (const auto* low_rank = std::get_if<ResidentLowRank>(&term.what)) {
+    return low_rank->magnitude_axis != MagnitudeAxis::kNone || (term.scale != 0 && any(low_rank->a) && any(low_rank->b));
+  }
+  if (const auto* kronecker = std::get_if<ResidentKronecker>(&term.what)) return term.scale != 0 && any(kronecker->w1) && any(kronecker->w2);
+  if (const auto* difference = std::get_if<ResidentDifference>(&term.what)) return any(difference->difference);
+  return any(std::get<ResidentOffset>(term.what).offset);
 }
 
 ByteCount TensorBytes(const ResidentAdapter& adapter) {
@@ -187,10 +202,13 @@ ByteCount TensorBytes(const ResidentAdapter& adapter) {
       for (const at::Tensor& t : {low_rank->a, low_rank->b, low_rank->magnitude, low_rank->covered}) add(t);
     } else if (const auto* kronecker = std::get_if<ResidentKronecker>(&term.what)) {
       for (const at::Tensor& t : {kronecker->w1, kronecker->w2, kronecker->row_order}) add(t);
+    } else if (const auto* difference = std::get_if<ResidentDifference>(&term.what)) {
+      add(difference->difference);
     } else {
       add(std::get<ResidentOffset>(term.what).offset);
     }
   }
+  add(adapter.own_table);
   for (const ResidentNormOffset& norm : adapter.norm_offsets) add(norm.offset);
   for (const ResidentCurve& curve : adapter.curves) {
     add(curve.table);
@@ -233,9 +251,23 @@ absl::StatusOr<std::shared_ptr<const ResidentAdapter>> MakeResident(const Reside
       }
       adapter->curves.push_back(std::move(curve));
     }
+    if (manifest.own_table.has_value()) {
+      H3_ASSIGN_OR_RETURN(adapter->own_table, loader.Copy(*manifest.own_table, c10::ScalarType::Float));
+    }
+    if (adapter->norm_offsets.empty() && adapter->curves.empty() &&
+        std::none_of(adapter->terms.begin(), adapter->terms.end(), HasEffect)) {
+      adapter->warnings.push_back("no effect: every delta of the adapter is zero");
+    }
     adapter->bytes = TensorBytes(*adapter);
     return adapter;
   });
+}
+
+const ResidentTerm* WholeDifference(const ResidentAdapter& adapter) {
+  for (const ResidentTerm& term : adapter.terms) {
+    if (std::holds_alternative<ResidentDifference>(term.what)) return &term;
+  }
+  return nullptr;
 }
 
 ByteCount MergedBytes(const ResidentModel& model, const std::vector<const ResidentAdapter*>& adapters) {

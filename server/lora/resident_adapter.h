@@ -34,16 +34,20 @@ struct ResidentOffset {
   at::Tensor offset;  // [range.count]
 };
 
+struct ResidentDifference {
+  at::Tensor difference;  // [range.count, in]
+};
+
 struct ResidentTerm {
   int site = 0;
   OutRange range;  // In the base's stored row order.
-  std::variant<ResidentLowRank, ResidentKronecker, ResidentOffset> what;
+  std::variant<ResidentLowRank, ResidentKronecker, ResidentOffset, ResidentDifference> what;
   int64_t rank = 0;
   double alpha = 0;
   double scale = 1;  // As the file says.
   bool root_rank = false;  // rsLoRA: an overriding alpha is divided by sqrt(rank).
   std::string scale_source;
-  bool through_grid = false;
+  AdalnFeatures features = AdalnFeatures::kBase;
 };
 
 struct ResidentNormOffset {
@@ -63,6 +67,7 @@ struct ResidentAdapter {
   std::vector<ResidentTerm> terms;  // In site order; the manifest's.
   std::vector<ResidentNormOffset> norm_offsets;
   std::vector<ResidentCurve> curves;  // At most one.
+  at::Tensor own_table;               // float32 [rows, width], where a term's features are kOwnTable.
   std::vector<std::string> left_out;
   std::vector<std::string> warnings;
   std::string format;
@@ -74,6 +79,9 @@ struct ResidentAdapter {
 // INVALID_ARGUMENT / NOT_FINITE with the tensor. RESOURCE_EXHAUSTED / VRAM_EXCEEDED. A failure leaves nothing behind.
 absl::StatusOr<std::shared_ptr<const ResidentAdapter>> MakeResident(const ResidentModel& model, const AdapterManifest& manifest,
                                                                     absl::string_view file, std::string name, std::string digest);
+
+// A term of [out, in] size, which only apply=materialized may use; null: there is none.
+const ResidentTerm* WholeDifference(const ResidentAdapter& adapter);
 
 // What a merging runtime would hold a second time: the weight of each distinct target, in the base's type.
 ByteCount MergedBytes(const ResidentModel& model, const std::vector<const ResidentAdapter*>& adapters);

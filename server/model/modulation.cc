@@ -24,8 +24,9 @@ struct Batch {
   const StackProgram* program = nullptr;
   std::vector<int64_t> lines;  // Where each row goes: a base line, or an entry.
   std::vector<int64_t> base_lines;
-  at::Tensor features;       // [kTimestepBatch, adaln_width]
-  at::Tensor grid_features;  // The same for the silu grid; undefined where no program needs it.
+  std::vector<int64_t> plain_lines;  // The untouched base's, where the program holds curves.
+  at::Tensor features;               // [kTimestepBatch, adaln_width]
+  std::vector<at::Tensor> own_features;  // The same for each of the program's own features.
   std::vector<float> timesteps;
 };
 
@@ -35,6 +36,7 @@ bool ChangesBaseInput(const ResidentModel& model, const StackProgram& program) {
     const SiteKind kind = model.sites()[i].kind;
     const bool embedder = kind == SiteKind::kTimeIn || kind == SiteKind::kTimeOut;
     const bool adaln = kind == SiteKind::kAdaln || kind == SiteKind::kFinalAdaln;
+    if ((embedder || adaln) && program.sites[i].merged != nullptr) return true;
     for (const SiteOp& op : program.sites[i].ops) {
       if (embedder || (adaln && std::holds_alternative<DoraColumnsOp>(op))) return true;
     }
@@ -65,8 +67,15 @@ class ModulationComputer {
       const StackProgram* special = changes_[entry.program] ? entry.program : nullptr;
       const auto [found, fresh] = base_lines.try_emplace(Key{entry.point.t, entry.point.modality, special},
                                                          static_cast<int64_t>(base_lines.size()));
-      if (fresh) Add(base_batches_, entry, special, found->second, 0);
-      Add(entry_batches_, entry, entry.program, static_cast<int64_t>(i), found->second);
+      if (fresh) Add(base_batches_, entry, special, found->second, 0, 0);
+      int64_t plain = found->second;
+      if (special != nullptr && !entry.program->curves.empty()) {
+        const auto [untouched, first] = base_lines.try_emplace(Key{entry.point.t, entry.point.modality, nullptr},
+                                                               static_cast<int64_t>(base_lines.size()));
+        if (first) Add(base_batches_, entry, nullptr, untouched->second, 0, 0);
+        plain = untouched->second;
+      }
+      Add(entry_batches_, entry, entry.program, static_cast<int64_t>(i), base_lines.at({entry.point.t, entry.point.modality, special}), plain);
     }
     base_count_ = static_cast<int64_t>(base_lines.size());
     entry_count_ = static_cast<int64_t>(entries.size());
@@ -77,7 +86,9 @@ class ModulationComputer {
         for (const float t : batch.timesteps) points.push_back({t, batch.modality});
         const StackProgram& program = batch.program == nullptr ? plain : *batch.program;
         batch.features = Padded(TimeFeatures(model, program, points));
-        if (!program.grid_sites.empty()) batch.grid_features = Padded(GridFeatures(model, points));
+        for (const FeatureProgram& own : program.features) {
+          batch.own_features.push_back(Padded(own.table.defined() ? LerpTable(own.table, batch.timesteps) : GridFeatures(model, points)));
+        }
       }
     }
   }
@@ -98,7 +109,8 @@ class ModulationComputer {
   }
 
  private:
-  void Add(std::vector<Batch>& batches, const ModulationEntry& entry, const StackProgram* program, int64_t line, int64_t base_line) {
+  void Add(std::vector<Batch>& batches, const ModulationEntry& entry, const StackProgram* program, int64_t line, int64_t base_line,
+           int64_t plain_line) {
     auto batch = std::find_if(batches.begin(), batches.end(), [&](const Batch& b) {
       return b.modality == entry.point.modality && b.program == program &&
              static_cast<int64_t>(b.lines.size()) < kTimestepBatch;
@@ -109,6 +121,7 @@ class ModulationComputer {
     }
     batch->lines.push_back(line);
     batch->base_lines.push_back(base_line);
+    batch->plain_lines.push_back(plain_line);
     batch->timesteps.push_back(entry.point.t);
   }
 
@@ -117,15 +130,21 @@ class ModulationComputer {
   // W c, without bias, for every base line. Each row of W is read (and widened) once.
   void MultiplyBase(int site, const BaseLinear& linear, bool by_modality, at::Tensor& base) const {
     for (int modality = 0; modality < kModalities; ++modality) {
-      std::vector<std::pair<const Batch*, at::Tensor>> inputs;
+      struct Input {
+        const Batch* batch;
+        at::Tensor features;
+        const BaseLinear* merged;  // Null: the base.
+      };
+      std::vector<Input> inputs;
       for (const Batch& batch : base_batches_) {
         if (batch.modality != modality) continue;
-        at::Tensor input = batch.features;
+        Input input{&batch, batch.features, nullptr};
         if (batch.program != nullptr) {
-          input = BoundSite(linear, batch.program->sites[static_cast<size_t>(site)], at::kFloat)
-                      .BaseInput(input, {.uniform = modality});
+          const SiteProgram& program = batch.program->sites[static_cast<size_t>(site)];
+          input.features = BoundSite(linear, program, at::kFloat).BaseInput(input.features, {.uniform = modality});
+          input.merged = program.merged.get();
         }
-        inputs.emplace_back(&batch, input);
+        inputs.push_back(std::move(input));
       }
       if (inputs.empty()) continue;
       const OutRange rows = RowsOf(linear, modality, by_modality);
@@ -134,9 +153,9 @@ class ModulationComputer {
       for (int64_t begin = 0; begin < rows.count; begin += step) {
         const int64_t count = std::min(step, rows.count - begin);
         const at::Tensor weight = linear.Rows(rows.begin + begin, count);
-        for (const auto& [batch, input] : inputs) {
+        for (const auto& [batch, features, merged] : inputs) {
           at::Tensor part = product.narrow(1, 0, count);
-          at::mm_out(part, input, weight.t());
+          at::mm_out(part, features, (merged == nullptr ? weight : merged->Rows(rows.begin + begin, count)).t());
           for (size_t i = 0; i < batch->lines.size(); ++i) {
             base.select(0, batch->lines[i]).narrow(0, begin, count).copy_(part.select(0, static_cast<int64_t>(i)));
           }
@@ -153,22 +172,29 @@ class ModulationComputer {
     const RowModality modality{.uniform = batch.modality};
     const auto count = static_cast<int64_t>(batch.lines.size());
 
-    at::Tensor plain = at::zeros({kTimestepBatch, rows.count}, Options());
-    for (int64_t i = 0; i < count; ++i) plain.select(0, i).copy_(base.select(0, batch.base_lines[static_cast<size_t>(i)]));
-    at::Tensor line = plain;
-    const SiteProgram& terms = program.sites[static_cast<size_t>(site)];
-    const auto grid_terms = program.grid_sites.find(site);
-    if (!terms.ops.empty() || grid_terms != program.grid_sites.end()) {
+    const auto gather = [&](const std::vector<int64_t>& lines) {
+      at::Tensor gathered = at::zeros({kTimestepBatch, rows.count}, Options());
+      for (int64_t i = 0; i < count; ++i) gathered.select(0, i).copy_(base.select(0, lines[static_cast<size_t>(i)]));
+      return gathered;
+    };
+    at::Tensor line = gather(batch.base_lines);
+    std::vector<std::pair<const SiteProgram*, at::Tensor>> terms;  // And what they are applied to.
+    if (const SiteProgram& own = program.sites[static_cast<size_t>(site)]; !own.ops.empty()) terms.emplace_back(&own, batch.features);
+    for (size_t i = 0; i < program.features.size(); ++i) {
+      const auto found = program.features[i].sites.find(site);
+      if (found != program.features[i].sites.end()) terms.emplace_back(&found->second, batch.own_features[i]);
+    }
+    if (!terms.empty()) {
       // Terms address the whole projection; only this modality's rows of it are used.
       at::Tensor whole = at::zeros({kTimestepBatch, linear.out()}, Options());
-      whole.narrow(1, rows.begin, rows.count).copy_(plain);
-      if (!terms.ops.empty()) BoundSite(linear, terms, at::kFloat).AddTerms(batch.features, modality, whole);
-      if (grid_terms != program.grid_sites.end()) {
-        BoundSite(linear, grid_terms->second, at::kFloat).AddTerms(batch.grid_features, modality, whole);
+      whole.narrow(1, rows.begin, rows.count).copy_(line);
+      for (const auto& [site_program, features] : terms) {
+        BoundSite(linear, *site_program, at::kFloat).AddTerms(features, modality, whole);
       }
       line = whole.narrow(1, rows.begin, rows.count);
     }
     const at::Tensor bias = linear.bias().narrow(0, rows.begin, rows.count).to(at::kFloat);
+    const at::Tensor plain = program.curves.empty() ? at::Tensor() : gather(batch.plain_lines);
     for (const CurveOp& curve : program.curves) {
       const float factor = curve.factors.of[static_cast<size_t>(batch.modality)];
       if (factor == 0) continue;

@@ -20,10 +20,16 @@ struct CurveOp {
   Factors factors;
 };
 
+// AdaLN terms that are applied to features of their own, by site.
+struct FeatureProgram {
+  at::Tensor table;  // float32 [rows, width] over t; undefined: the model's silu grid.
+  std::map<int, SiteProgram> sites;
+};
+
 struct StackProgram {
   std::vector<SiteProgram> sites;  // By index into Sites(geometry).
-  // AdaLN pairs of the full model's width on a pruned base: by site, applied to the silu grid instead of the table.
-  std::map<int, SiteProgram> grid_sites;
+  // AdaLN terms that are not applied to the base's own features.
+  std::vector<FeatureProgram> features;
   // Added to norm weights, float32 [1 or 3 (by modality), n], by canonical tensor name.
   std::map<std::string, at::Tensor> norms;
   std::vector<CurveOp> curves;

@@ -20,30 +20,36 @@ DenseLinear::DenseLinear(std::vector<at::Tensor> pieces, at::Tensor bias)
   for (const at::Tensor& piece : pieces_) H3_CHECK(piece.dim() == 2 && piece.size(1) == in() && piece.scalar_type() == dtype());
 }
 
-void DenseLinear::Multiply(const at::Tensor& x, at::Tensor& y) const {
-  int64_t begin = 0;
-  for (const at::Tensor& piece : pieces_) {
-    const int64_t rows = piece.size(0);
-    // Same type: one product a piece. Otherwise widen a bounded number of rows at a time.
-    const int64_t step = piece.scalar_type() == x.scalar_type() ? rows : WidenedRows(in());
-    for (int64_t row = 0; row < rows; row += step) {
-      const int64_t count = std::min(step, rows - row);
-      at::Tensor slice = y.narrow(1, begin + row, count);
-      at::mm_out(slice, x, piece.narrow(0, row, count).to(x.scalar_type()).t());
-    }
-    begin += rows;
-  }
-}
-
-at::Tensor DenseLinear::Rows(int64_t begin, int64_t count) const {
+std::vector<at::Tensor> DenseLinear::Parts(int64_t begin, int64_t count) const {
   std::vector<at::Tensor> parts;
   int64_t first = 0;
   for (const at::Tensor& piece : pieces_) {
     const int64_t from = std::max(begin, first);
     const int64_t to = std::min(begin + count, first + piece.size(0));
-    if (from < to) parts.push_back(piece.narrow(0, from - first, to - from).to(at::kFloat));
+    if (from < to) parts.push_back(piece.narrow(0, from - first, to - from));
     first += piece.size(0);
   }
+  return parts;
+}
+
+void DenseLinear::Multiply(const at::Tensor& x, int64_t begin, int64_t count, at::Tensor& y) const {
+  int64_t done = 0;
+  for (const at::Tensor& part : Parts(begin, count)) {
+    const int64_t rows = part.size(0);
+    // Same type: one product a piece. Otherwise widen a bounded number of rows at a time.
+    const int64_t step = part.scalar_type() == x.scalar_type() ? rows : WidenedRows(in());
+    for (int64_t row = 0; row < rows; row += step) {
+      const int64_t tile = std::min(step, rows - row);
+      at::Tensor slice = y.narrow(1, done + row, tile);
+      at::mm_out(slice, x, part.narrow(0, row, tile).to(x.scalar_type()).t());
+    }
+    done += rows;
+  }
+}
+
+at::Tensor DenseLinear::Rows(int64_t begin, int64_t count) const {
+  std::vector<at::Tensor> parts = Parts(begin, count);
+  for (at::Tensor& part : parts) part = part.to(at::kFloat);
   return parts.size() == 1 ? parts.front() : at::cat(parts);
 }
 

@@ -20,10 +20,10 @@ class BaseLinear {
   // Type in which the weight is stored.
   virtual c10::ScalarType dtype() const = 0;
 
-  // y [rows, out] = x [rows, in] W^T, without bias. x is of dtype(), or float32: then the weight is widened in chunks of rows
-  // (how modulation is computed in float32 from bfloat16 weights). y is of x's type; its rows may be strided. Rows of y are in
-  // stored order, which differs from the canonical one only for an interleaved qkv.
-  virtual void Multiply(const at::Tensor& x, at::Tensor& y) const = 0;
+  // y [rows, count] = x [rows, in] W[begin .. begin + count]^T, without bias. x is of dtype(), or float32: then the weight is
+  // widened in chunks of rows (how modulation is computed in float32 from bfloat16 weights). y is of x's type; its rows may be
+  // strided. Rows of W are in stored order, which differs from the canonical one only for an interleaved qkv.
+  virtual void Multiply(const at::Tensor& x, int64_t begin, int64_t count, at::Tensor& y) const = 0;
 
   // Rows [begin, begin + count) of W, stored order, float32 [count, in]: a view where W is float32, else a copy.
   virtual at::Tensor Rows(int64_t begin, int64_t count) const = 0;
@@ -48,10 +48,13 @@ class DenseLinear final : public BaseLinear {
   int64_t out() const override { return out_; }
   int64_t in() const override { return pieces_.front().size(1); }
   c10::ScalarType dtype() const override { return pieces_.front().scalar_type(); }
-  void Multiply(const at::Tensor& x, at::Tensor& y) const override;
+  void Multiply(const at::Tensor& x, int64_t begin, int64_t count, at::Tensor& y) const override;
   at::Tensor Rows(int64_t begin, int64_t count) const override;
 
  private:
+  // The parts of rows [begin, begin + count), in order, as they are stored.
+  std::vector<at::Tensor> Parts(int64_t begin, int64_t count) const;
+
   const std::vector<at::Tensor> pieces_;
   const int64_t out_;
 };

@@ -1,5 +1,6 @@
 #include "server/nn/site.h"
 
+#include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
@@ -8,7 +9,10 @@
 #include <ATen/ops/tensor.h>
 
 #include <algorithm>
+#include <iterator>
 #include <optional>
+#include <set>
+#include <type_traits>
 
 #include "server/base/check.h"
 #include "server/vram/ledger.h"
@@ -33,6 +37,30 @@ std::optional<float> SharedFactor(const Factors& factors, const RowModality& row
   return std::nullopt;
 }
 
+// The part of an operation (not an offset) that concerns the output rows of `within`; nullopt: none.
+std::optional<SiteOp> Narrow(const SiteOp& op, OutRange within) {
+  return std::visit(
+      [&](auto narrowed) -> std::optional<SiteOp> {
+        const int64_t begin = std::max(within.begin, narrowed.range.begin);
+        const int64_t count = std::min(within.begin + within.count, narrowed.range.begin + narrowed.range.count) - begin;
+        if (count <= 0) return std::nullopt;
+        const int64_t offset = begin - narrowed.range.begin;
+        narrowed.range = {begin, count};
+        if constexpr (requires { narrowed.b; }) narrowed.b = narrowed.b.narrow(0, offset, count);
+        if constexpr (std::is_same_v<decltype(narrowed), DoraRowsOp>) {
+          narrowed.keep = narrowed.keep.narrow(1, offset, count);
+          narrowed.gain = narrowed.gain.narrow(1, offset, count);
+        }
+        if constexpr (std::is_same_v<decltype(narrowed), KroneckerOp>) {
+          narrowed.row_order = narrowed.row_order.defined()
+                                   ? narrowed.row_order.narrow(0, offset, count)
+                                   : at::arange(offset, offset + count, narrowed.w1.options().dtype(at::kLong));
+        }
+        return narrowed;
+      },
+      op);
+}
+
 // y += f * delta, row by row where the factor follows the modality. Destroys delta.
 void AddScaled(at::Tensor& y, at::Tensor delta, const Factors& factors, const RowModality& rows) {
   if (const auto shared = SharedFactor(factors, rows); shared.has_value()) {
@@ -45,8 +73,38 @@ void AddScaled(at::Tensor& y, at::Tensor delta, const Factors& factors, const Ro
 }  // namespace
 
 BoundSite::BoundSite(const BaseLinear& base, const SiteProgram& program, c10::ScalarType compute)
-    : base_(base), compute_(compute) {
+    : merged_(program.merged), base_(merged_ != nullptr ? *merged_ : base), compute_(compute) {
   const OwnerScope owner(Owner::kWorkspace);
+  std::set<int64_t> borders = {0, base_.out()};
+  std::vector<const SiteOp*> ops;
+  for (const SiteOp& op : program.ops) {
+    if (const auto* offset = std::get_if<OffsetOp>(&op)) {
+      offsets_.push_back(offset);
+      continue;
+    }
+    H3_CHECK(!std::holds_alternative<DifferenceOp>(op));
+    ops.push_back(&op);
+    if (const auto* columns = std::get_if<DoraColumnsOp>(&op)) {
+      borders.insert({columns->range.begin, columns->range.begin + columns->range.count});
+    }
+  }
+  for (auto border = borders.begin(); std::next(border) != borders.end(); ++border) {
+    const OutRange range{*border, *std::next(border) - *border};
+    if (range.count == base_.out()) {
+      segments_.push_back(MakeSegment(range, ops));
+      break;
+    }
+    std::vector<const SiteOp*> within;
+    for (const SiteOp* op : ops) {
+      std::optional<SiteOp> narrowed = Narrow(*op, range);
+      if (narrowed.has_value()) within.push_back(&narrowed_.emplace_back(*std::move(narrowed)));
+    }
+    segments_.push_back(MakeSegment(range, within));
+  }
+}
+
+BoundSite::Segment BoundSite::MakeSegment(OutRange range, const std::vector<const SiteOp*>& ops) const {
+  Segment segment{.range = range};
   struct Group {
     OutRange range;
     std::vector<const LowRankOp*> ops;
@@ -78,30 +136,29 @@ BoundSite::BoundSite(const BaseLinear& base, const SiteProgram& program, c10::Sc
     }
     groups.clear();
     if (!step.pairs.empty() || !step.kroneckers.empty() || step.dora_rows || step.dora_columns) {
-      steps_.push_back(std::move(step));
+      segment.steps.push_back(std::move(step));
     }
     step = Step();
   };
-  for (const SiteOp& op : program.ops) {
-    if (const auto* low_rank = std::get_if<LowRankOp>(&op)) {
+  for (const SiteOp* op : ops) {
+    if (const auto* low_rank = std::get_if<LowRankOp>(op)) {
       const auto same = std::find_if(groups.begin(), groups.end(), [&](const Group& g) { return g.range == low_rank->range; });
       if (same == groups.end()) {
         groups.push_back({low_rank->range, {low_rank}});
       } else {
         same->ops.push_back(low_rank);
       }
-    } else if (const auto* kronecker = std::get_if<KroneckerOp>(&op)) {
+    } else if (const auto* kronecker = std::get_if<KroneckerOp>(op)) {
       step.kroneckers.push_back(kronecker);
-    } else if (const auto* offset = std::get_if<OffsetOp>(&op)) {
-      offsets_.push_back(offset);
     } else {
       close_step();
-      step.dora_rows = std::get_if<DoraRowsOp>(&op);
-      step.dora_columns = std::get_if<DoraColumnsOp>(&op);
+      step.dora_rows = std::get_if<DoraRowsOp>(op);
+      step.dora_columns = std::get_if<DoraColumnsOp>(op);
       close_step();
     }
   }
   close_step();
+  return segment;
 }
 
 at::Tensor BoundSite::Apply(const at::Tensor& x, const RowModality& rows) const {
@@ -110,13 +167,14 @@ at::Tensor BoundSite::Apply(const at::Tensor& x, const RowModality& rows) const 
   return y;
 }
 
-std::vector<at::Tensor> BoundSite::Inputs(const at::Tensor& x, const RowModality& rows) const {
+std::vector<at::Tensor> BoundSite::Inputs(const Segment& segment, const at::Tensor& x, const RowModality& rows) const {
   H3_CHECK(x.scalar_type() == compute_);
-  std::vector<at::Tensor> inputs(steps_.size() + 1);
+  const std::vector<Step>& steps = segment.steps;
+  std::vector<at::Tensor> inputs(steps.size() + 1);
   at::Tensor seen = x;
-  for (size_t i = steps_.size(); i-- > 0;) {
+  for (size_t i = steps.size(); i-- > 0;) {
     inputs[i] = seen;
-    if (steps_[i].dora_columns != nullptr) seen = seen.mul(ByRow(steps_[i].dora_columns->keep, rows)).to(compute_);
+    if (steps[i].dora_columns != nullptr) seen = seen.mul(ByRow(steps[i].dora_columns->keep, rows)).to(compute_);
   }
   inputs.back() = seen;
   return inputs;
@@ -124,22 +182,28 @@ std::vector<at::Tensor> BoundSite::Inputs(const at::Tensor& x, const RowModality
 
 void BoundSite::Apply(const at::Tensor& x, const RowModality& rows, at::Tensor& y) const {
   const OwnerScope owner(Owner::kWorkspace);
-  const std::vector<at::Tensor> inputs = Inputs(x, rows);
-  base_.Multiply(inputs.back(), y);
-  for (size_t i = 0; i < steps_.size(); ++i) ApplyStep(steps_[i], inputs[i], rows, y);
+  for (const Segment& segment : segments_) {
+    const std::vector<at::Tensor> inputs = Inputs(segment, x, rows);
+    at::Tensor part = y.narrow(1, segment.range.begin, segment.range.count);
+    base_.Multiply(inputs.back(), segment.range.begin, segment.range.count, part);
+    for (size_t i = 0; i < segment.steps.size(); ++i) ApplyStep(segment.steps[i], inputs[i], rows, y);
+  }
   AddOffsets(rows, y);
   if (base_.bias().defined()) y.add_(base_.bias());
 }
 
 at::Tensor BoundSite::BaseInput(const at::Tensor& x, const RowModality& rows) const {
+  H3_CHECK(segments_.size() == 1);
   const OwnerScope owner(Owner::kWorkspace);
-  return Inputs(x, rows).back();
+  return Inputs(segments_.front(), x, rows).back();
 }
 
 void BoundSite::AddTerms(const at::Tensor& x, const RowModality& rows, at::Tensor& y) const {
+  H3_CHECK(segments_.size() == 1);
   const OwnerScope owner(Owner::kWorkspace);
-  const std::vector<at::Tensor> inputs = Inputs(x, rows);
-  for (size_t i = 0; i < steps_.size(); ++i) ApplyStep(steps_[i], inputs[i], rows, y);
+  const Segment& segment = segments_.front();
+  const std::vector<at::Tensor> inputs = Inputs(segment, x, rows);
+  for (size_t i = 0; i < segment.steps.size(); ++i) ApplyStep(segment.steps[i], inputs[i], rows, y);
   AddOffsets(rows, y);
 }
 
@@ -164,7 +228,8 @@ void BoundSite::ApplyStep(const Step& step, const at::Tensor& x, const RowModali
     const at::Tensor inner = at::matmul(x.reshape({x.size(0), i1, i2}), op->w2.to(compute_).t());
     at::Tensor delta = at::matmul(op->w1.to(compute_), inner).reshape({x.size(0), -1});
     if (op->row_order.defined()) {
-      if (delta.size(1) < op->range.count) delta = at::constant_pad_nd(delta, {0, 1});  // The zero row.
+      const int64_t product_rows = op->w1.size(0) * op->w2.size(0);
+      if (product_rows < base_.out()) delta = at::constant_pad_nd(delta, {0, 1});  // The zero row that row_order may name.
       delta = delta.index_select(1, op->row_order);
     }
     at::Tensor part = y.narrow(1, op->range.begin, op->range.count);

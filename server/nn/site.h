@@ -2,15 +2,18 @@
 //   low rank      y[range] += f B (A x)                                        (LoRA)
 //   Kronecker     y[range] += f kron(w1, w2) x                                 (LoKr)
 //   DoRA, rows    y[range] <- keep * y[range] + gain * (B (A x))               keep = 1 - s + s g, gain = s g alpha/r
-//   DoRA, columns the base and all earlier operations see keep * x; then y[range] += f B (A (gain * x))
+//   DoRA, columns in y[range] the base and all earlier operations see keep * x; then y[range] += f B (A (gain * x))
 //   offset        y[range] += f o, like the bias: no DoRA scales it              (diff_b)
-// Nothing of the size of W is ever made. Source of the formulas: design.md section 4.
+// Nothing of the size of W is ever made. Source of the formulas: design.md section 4. A request may ask for a merged copy instead
+// (apply=materialized): then `merged` takes the base's place and only what comes after it is applied at run time.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <array>
 #include <cstdint>
+#include <deque>
+#include <memory>
 #include <variant>
 #include <vector>
 
@@ -66,17 +69,27 @@ struct DoraRowsOp {
 
 struct DoraColumnsOp {
   at::Tensor a, b;
-  OutRange range;   // Of the whole output: a column norm is over all rows.
+  OutRange range;   // Norms of columns are over these rows.
   Factors factors;  // s alpha / r
   at::Tensor keep;  // float32 [1 or 3, in]
   at::Tensor gain;
 };
 
-using SiteOp = std::variant<LowRankOp, KroneckerOp, OffsetOp, DoraRowsOp, DoraColumnsOp>;
+// A whole difference, as large as the weight. Only a merged copy takes it; no BoundSite does.
+struct DifferenceOp {
+  at::Tensor difference;  // [range.count, in]
+  OutRange range;
+  Factors factors;
+};
+
+using SiteOp = std::variant<LowRankOp, KroneckerOp, OffsetOp, DoraRowsOp, DoraColumnsOp, DifferenceOp>;
 
 // The operations of a whole stack at one site, in request order. Empty: the base alone.
 struct SiteProgram {
+  std::shared_ptr<const BaseLinear> merged;  // Null: the base.
   std::vector<SiteOp> ops;
+
+  bool empty() const { return merged == nullptr && ops.empty(); }
 };
 
 // The modality of the rows that go through a site: the same for all, or one a row.
@@ -103,7 +116,8 @@ class BoundSite {
   at::Tensor Apply(const at::Tensor& x, const RowModality& rows) const;
 
   // Apply in two halves, for a caller that computes the base's part itself (modulation widens weights in chunks): what the base
-  // must be given instead of x, and what is added to its product. The bias is in neither.
+  // must be given instead of x, and what is added to its product. The bias is in neither. Not where a DoRA by columns covers a
+  // part of the rows.
   at::Tensor BaseInput(const at::Tensor& x, const RowModality& rows) const;
   void AddTerms(const at::Tensor& x, const RowModality& rows, at::Tensor& y) const;
 
@@ -126,14 +140,24 @@ class BoundSite {
     const DoraColumnsOp* dora_columns = nullptr;
   };
 
+  // Output rows whose base sees the same input: all of them, unless a DoRA by columns covers a part.
+  struct Segment {
+    OutRange range;
+    std::vector<Step> steps;
+  };
+
+  // Takes its steps from these operations, which must outlive it; none of them reaches beyond the range.
+  Segment MakeSegment(OutRange range, const std::vector<const SiteOp*>& ops) const;
   void AddOffsets(const RowModality& rows, at::Tensor& y) const;
   // What each step sees of x, then what the base sees.
-  std::vector<at::Tensor> Inputs(const at::Tensor& x, const RowModality& rows) const;
+  std::vector<at::Tensor> Inputs(const Segment& segment, const at::Tensor& x, const RowModality& rows) const;
   void ApplyStep(const Step& step, const at::Tensor& x, const RowModality& rows, at::Tensor& y) const;
 
+  const std::shared_ptr<const BaseLinear> merged_;
   const BaseLinear& base_;
   const c10::ScalarType compute_;
-  std::vector<Step> steps_;
+  std::deque<SiteOp> narrowed_;  // Operations cut at the borders of segments.
+  std::vector<Segment> segments_;
   std::vector<const OffsetOp*> offsets_;
 };
 

@@ -5,8 +5,8 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <nlohmann/json.hpp>
 #include <set>
-#include <tuple>
 #include <utility>
 
 #include "absl/strings/match.h"
@@ -16,6 +16,7 @@
 #include "server/base/error.h"
 #include "server/base/sha256.h"
 #include "server/base/status_macros.h"
+#include "server/format/adapter_report.h"
 
 namespace h3 {
 namespace {
@@ -26,6 +27,13 @@ constexpr absl::string_view kSuffix = ".safetensors";
 constexpr absl::string_view kDigestPrefix = "sha256:";
 constexpr size_t kDigestChars = 64;
 constexpr int64_t kMaxListed = 10'000;
+constexpr absl::string_view kPeftModel = "adapter_model";
+constexpr absl::string_view kPeftConfig = "adapter_config.json";
+constexpr int64_t kMaxConfigBytes = 1 << 20;
+
+// Kinds of records in the state store.
+constexpr absl::string_view kUploads = "upload";      // name -> digest
+constexpr absl::string_view kSettings = "settings";   // digest -> JSON
 
 // Hashes the file in pieces, so that a large adapter takes no memory.
 absl::StatusOr<std::string> HashFile(const FileDescriptor& file) {
@@ -58,21 +66,81 @@ absl::StatusOr<std::string> ParseDigest(const std::string& name) {
                         {{"adapter", name}});
 }
 
+std::string ToJson(const AdapterSettings& settings) {
+  nlohmann::json json = nlohmann::json::object();
+  if (settings.alpha.has_value()) json["alpha"] = *settings.alpha;
+  if (settings.qkv_layout != QkvLayout::kAuto) json["qkv_layout"] = std::string(QkvLayoutName(settings.qkv_layout));
+  if (settings.fc1_gate_first.has_value()) json["fc1_gate_first"] = *settings.fc1_gate_first;
+  if (settings.partition != Partition::kUnknown) json["partition"] = std::string(PartitionName(settings.partition));
+  return json.dump();
+}
+
+absl::StatusOr<AdapterSettings> FromJson(const std::string& text) {
+  const auto json = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
+  if (!json.is_object()) return absl::InternalError("the state database holds settings that are no JSON object");
+  AdapterSettings settings;
+  if (json.contains("alpha") && json["alpha"].is_number()) settings.alpha = json["alpha"].get<double>();
+  if (json.contains("fc1_gate_first") && json["fc1_gate_first"].is_boolean()) settings.fc1_gate_first = json["fc1_gate_first"].get<bool>();
+  for (const QkvLayout layout : {QkvLayout::kStacked, QkvLayout::kInterleaved}) {
+    if (json.value("qkv_layout", "") == QkvLayoutName(layout)) settings.qkv_layout = layout;
+  }
+  for (const Partition partition : {Partition::kFl2va, Partition::kRef2va}) {
+    if (json.value("partition", "") == PartitionName(partition)) settings.partition = partition;
+  }
+  return settings;
+}
+
+// Part of a name after its last '/', and what is before it with the '/'.
+std::pair<std::string, std::string> SplitName(const std::string& name) {
+  const size_t slash = name.rfind('/');
+  return slash == std::string::npos ? std::pair(std::string(), name) : std::pair(name.substr(0, slash + 1), name.substr(slash + 1));
+}
+
 }  // namespace
 
-absl::StatusOr<std::shared_ptr<const AdapterRegistry::Content>> AdapterRegistry::Read(const std::string& name) {
+absl::StatusOr<AdapterRegistry::ContentPtr> AdapterRegistry::Read(const std::string& name) {
   if (absl::StartsWith(name, kDigestPrefix)) return ReadByDigest(name);
-  H3_ASSIGN_OR_RETURN(const FileDescriptor file, OpenConfined(directory_, name, kSuffix));
+  const auto config = [&](const std::string& folder) -> absl::StatusOr<std::string> {
+    const auto file = OpenConfined(directory_, absl::StrCat(folder, kPeftConfig));
+    if (!file.ok()) return "";
+    return ReadAll(*file, kMaxConfigBytes);
+  };
+  if (const auto file = OpenConfined(directory_, name, kSuffix); file.ok()) {
+    const auto [folder, leaf] = SplitName(name);
+    std::string peft_config;
+    if (leaf == kPeftModel) {
+      H3_ASSIGN_OR_RETURN(peft_config, config(folder));
+    }
+    return ReadFile(name, *file, std::move(peft_config), false);
+  } else if (!absl::IsNotFound(file.status())) {
+    return file.status();
+  }
+  if (const auto file = OpenConfined(directory_, absl::StrCat(name, "/", kPeftModel, kSuffix)); file.ok()) {
+    H3_ASSIGN_OR_RETURN(std::string peft_config, config(name + "/"));
+    return ReadFile(name, *file, std::move(peft_config), false);
+  }
+  H3_ASSIGN_OR_RETURN(const std::optional<std::string> digest, state_.Get(kUploads, name));
+  if (!digest.has_value()) return Unknown(name);
+  H3_ASSIGN_OR_RETURN(const FileDescriptor file, content_.Open(*digest));
+  return ReadFile(name, file, "", true);
+}
+
+absl::StatusOr<AdapterRegistry::ContentPtr> AdapterRegistry::ReadFile(const std::string& name, const FileDescriptor& file,
+                                                                      std::string peft_config, bool uploaded) {
   struct stat info;
   if (fstat(file.get(), &info) != 0) return Unknown(name);
   const Signature signature{info.st_dev, info.st_ino, info.st_size, Nanoseconds(info.st_mtim), Nanoseconds(info.st_ctim)};
   {
     absl::MutexLock lock(&mu_);
     const auto known = contents_.find(name);
-    if (known != contents_.end() && known->second->signature == signature) return known->second;
+    if (known != contents_.end() && known->second->signature == signature && known->second->peft_config == peft_config) {
+      return known->second;
+    }
   }
   auto content = std::make_shared<Content>();
   content->signature = signature;
+  content->peft_config = std::move(peft_config);
+  content->uploaded = uploaded;
   H3_ASSIGN_OR_RETURN(content->header, ReadSafetensorsHeader(file));
   H3_ASSIGN_OR_RETURN(content->digest, HashFile(file));
   for (const TensorInfo& tensor : content->header.tensors) {
@@ -84,10 +152,10 @@ absl::StatusOr<std::shared_ptr<const AdapterRegistry::Content>> AdapterRegistry:
   }
   absl::MutexLock lock(&mu_);
   contents_[name] = content;
-  return std::shared_ptr<const Content>(content);
+  return ContentPtr(content);
 }
 
-absl::StatusOr<std::shared_ptr<const AdapterRegistry::Content>> AdapterRegistry::ReadByDigest(const std::string& name) {
+absl::StatusOr<AdapterRegistry::ContentPtr> AdapterRegistry::ReadByDigest(const std::string& name) {
   H3_ASSIGN_OR_RETURN(const std::string digest, ParseDigest(name));
   {
     absl::MutexLock lock(&mu_);
@@ -95,6 +163,7 @@ absl::StatusOr<std::shared_ptr<const AdapterRegistry::Content>> AdapterRegistry:
       if (content->digest == digest) return content;
     }
   }
+  if (const auto file = content_.Open(digest); file.ok()) return ReadFile(name, *file, "", true);
   // Perhaps in a file that nobody has named yet: each is read once, then its digest is known.
   H3_ASSIGN_OR_RETURN(const std::vector<RegisteredAdapter> adapters, List());
   for (const RegisteredAdapter& adapter : adapters) {
@@ -105,11 +174,45 @@ absl::StatusOr<std::shared_ptr<const AdapterRegistry::Content>> AdapterRegistry:
   return Unknown(name);
 }
 
+absl::StatusOr<AdapterSettings> AdapterRegistry::SettingsOf(const Content& content) {
+  AdapterSettings settings;
+  H3_ASSIGN_OR_RETURN(const std::optional<std::string> kept, state_.Get(kSettings, content.digest));
+  if (kept.has_value()) {
+    H3_ASSIGN_OR_RETURN(settings, FromJson(*kept));
+  }
+  settings.peft_config = content.peft_config;
+  return settings;
+}
+
 absl::StatusOr<RegisteredAdapter> AdapterRegistry::Find(const std::string& name) {
-  H3_ASSIGN_OR_RETURN(const auto content, Read(name));
+  H3_ASSIGN_OR_RETURN(const ContentPtr content, Read(name));
+  H3_ASSIGN_OR_RETURN(AdapterSettings settings, SettingsOf(*content));
   return RegisteredAdapter{.name = absl::StartsWith(name, kDigestPrefix) ? NameOf(content->digest) : name,
                            .digest = content->digest,
-                           .file_bytes = content->signature.bytes};
+                           .file_bytes = content->signature.bytes,
+                           .uploaded = content->uploaded,
+                           .settings = std::move(settings)};
+}
+
+absl::StatusOr<AdapterManifest> AdapterRegistry::Manifest(const Content& content, const StackEntry& entry,
+                                                          const AdapterSettings& settings, const BaseFacts& base) const {
+  IntakeOptions options;
+  options.base_partition = base.partition;
+  options.base_has_grid = base.grid_width > 0;
+  options.grid_width = base.grid_width;
+  options.interleaved_base = base.interleaved_qkv;
+  options.settings = settings;
+  options.alpha = entry.alpha;
+  options.leave_out = entry.leave_out;
+  options.materialized = entry.apply == Apply::kMaterialized;
+  return ReadAdapter(content.header,
+                     [&](const TensorInfo& tensor) -> absl::StatusOr<std::string> {
+                       const auto found = content.scalars.find(tensor.name);
+                       if (found == content.scalars.end())
+                         return RefuseArgument(reason::kBadScale, absl::StrCat("alpha ", tensor.name, " is not one number"));
+                       return found->second;
+                     },
+                     base.geometry, options);
 }
 
 absl::StatusOr<ResolvedAdapter> AdapterRegistry::Resolve(const StackEntry& entry, size_t index, const BaseFacts& base) {
@@ -120,24 +223,12 @@ absl::StatusOr<ResolvedAdapter> AdapterRegistry::Resolve(const StackEntry& entry
   if (!content.ok()) return named(content.status());
   if (!entry.digest.empty() && entry.digest != (*content)->digest) {
     return named(
-        Refuse(absl::StatusCode::kFailedPrecondition, reason::kBaseMismatch,
-               absl::StrCat("adapter ", entry.adapter, " is ", (*content)->digest, " now, the request pins ", entry.digest)));
+        Refuse(absl::StatusCode::kFailedPrecondition, reason::kAdapterChanged,
+               absl::StrCat("adapter ", entry.adapter, " is ", (*content)->digest, " now, the request pins ", entry.digest),
+               {{"digest", (*content)->digest}, {"pinned", entry.digest}}));
   }
-  IntakeOptions options;
-  options.base_partition = base.partition;
-  options.base_has_grid = base.grid_width > 0;
-  options.grid_width = base.grid_width;
-  options.alpha = entry.alpha;
-  options.leave_out = entry.leave_out;
-  const auto manifest =
-      ReadAdapter((*content)->header,
-                  [&](const TensorInfo& tensor) -> absl::StatusOr<std::string> {
-                    const auto found = (*content)->scalars.find(tensor.name);
-                    if (found == (*content)->scalars.end())
-                      return RefuseArgument(reason::kBadScale, absl::StrCat("alpha ", tensor.name, " is not one number"));
-                    return found->second;
-                  },
-                  base.geometry, options);
+  H3_ASSIGN_OR_RETURN(AdapterSettings settings, SettingsOf(**content));
+  const auto manifest = Manifest(**content, entry, settings, base);
   if (!manifest.ok()) return named(manifest.status());
   ResolvedAdapter resolved{.adapter = entry.adapter, .digest = (*content)->digest, .strength = entry.strength};
   resolved.scales = SummariseScales(*manifest, base.geometry);
@@ -147,11 +238,28 @@ absl::StatusOr<ResolvedAdapter> AdapterRegistry::Resolve(const StackEntry& entry
   resolved.bytes = ByteCount(manifest->device_bytes);
   resolved.left_out = manifest->left_out;
   resolved.warnings = manifest->warnings;
+  resolved.video = entry.video;
+  resolved.text = entry.text;
+  resolved.audio = entry.audio;
+  resolved.per_evaluation = entry.per_evaluation;
+  resolved.apply = entry.apply;
+  resolved.settings = std::move(settings);
   return resolved;
 }
 
+absl::StatusOr<HeaderReport> AdapterRegistry::Report(const std::string& name, const BaseFacts& base) {
+  HeaderReport report;
+  H3_ASSIGN_OR_RETURN(report.adapter, Find(name));
+  H3_ASSIGN_OR_RETURN(const ContentPtr content, Read(name));
+  report.producer = ProducerOf(content->header);
+  report.schedule_hints = ScheduleHintsOf(content->header);
+  report.manifest = Manifest(*content, {.adapter = name}, report.adapter.settings, base);
+  if (report.manifest.ok()) report.arithmetic_percent = ArithmeticPercent(*report.manifest, base.geometry);
+  return report;
+}
+
 absl::StatusOr<std::vector<RegisteredAdapter>> AdapterRegistry::List() {
-  std::vector<RegisteredAdapter> adapters;
+  std::map<std::string, RegisteredAdapter> adapters;
   std::error_code error;
   for (auto it = fs::recursive_directory_iterator(directory_, fs::directory_options::skip_permission_denied, error);
        !error && it != fs::recursive_directory_iterator(); it.increment(error)) {
@@ -160,31 +268,92 @@ absl::StatusOr<std::vector<RegisteredAdapter>> AdapterRegistry::List() {
     if (!absl::EndsWith(name, kSuffix) || !it->is_regular_file(ignored)) continue;
     name = std::string(absl::StripSuffix(name, kSuffix));
     if (!OpenConfined(directory_, name, kSuffix).ok()) continue;  // A link that leaves the directory, or no name.
+    // What PEFT saved is known by its directory's name.
+    const auto [folder, leaf] = SplitName(name);
+    if (leaf == kPeftModel && !folder.empty() && OpenConfined(directory_, absl::StrCat(folder, kPeftConfig)).ok()) {
+      name = folder.substr(0, folder.size() - 1);
+    }
     if (static_cast<int64_t>(adapters.size()) == kMaxListed) break;
-    adapters.push_back({.name = name, .file_bytes = static_cast<int64_t>(it->file_size(ignored))});
+    adapters[name] = {.name = name, .file_bytes = static_cast<int64_t>(it->file_size(ignored))};
   }
-  std::sort(adapters.begin(), adapters.end(),
-            [](const RegisteredAdapter& a, const RegisteredAdapter& b) { return a.name < b.name; });
-  absl::MutexLock lock(&mu_);
-  for (RegisteredAdapter& adapter : adapters) {
-    const auto known = contents_.find(adapter.name);
-    if (known != contents_.end()) adapter.digest = known->second->digest;
+  H3_ASSIGN_OR_RETURN(const auto uploads, state_.List(kUploads));
+  for (const auto& [name, digest] : uploads) {
+    const auto file = content_.Open(digest);
+    struct stat info;
+    if (!file.ok() || fstat(file->get(), &info) != 0) continue;
+    adapters.try_emplace(name, RegisteredAdapter{.name = name, .digest = digest, .file_bytes = info.st_size, .uploaded = true});
   }
-  return adapters;
+  std::vector<RegisteredAdapter> list;
+  for (auto& [name, adapter] : adapters) {
+    ContentPtr content;
+    {
+      absl::MutexLock lock(&mu_);
+      if (const auto known = contents_.find(name); known != contents_.end()) content = known->second;
+    }
+    if (content != nullptr) {
+      adapter.digest = content->digest;
+      H3_ASSIGN_OR_RETURN(adapter.settings, SettingsOf(*content));
+    }
+    list.push_back(std::move(adapter));
+  }
+  return list;
 }
 
 absl::StatusOr<std::string> AdapterRegistry::Digest(const std::string& name) {
   if (absl::StartsWith(name, kDigestPrefix)) return ParseDigest(name);
-  H3_ASSIGN_OR_RETURN(const auto content, Read(name));
+  H3_ASSIGN_OR_RETURN(const ContentPtr content, Read(name));
   return content->digest;
 }
 
 std::string AdapterRegistry::NameOf(const std::string& digest) {
   absl::MutexLock lock(&mu_);
   for (const auto& [name, content] : contents_) {
-    if (content->digest == digest) return name;
+    if (content->digest == digest && !absl::StartsWith(name, kDigestPrefix)) return name;
   }
-  return "";
+  return absl::StrCat(kDigestPrefix, digest);
+}
+
+absl::Status AdapterRegistry::SetSettings(const std::string& digest, const AdapterSettings& settings) {
+  const std::string json = ToJson(settings);
+  return json == "{}" ? state_.Remove(kSettings, digest) : state_.Put(kSettings, digest, json);
+}
+
+absl::Status AdapterRegistry::CheckUploadName(const std::string& name) const {
+  H3_RETURN_IF_ERROR(CheckConfinedName(name));
+  if (absl::StartsWith(name, kDigestPrefix) || name.find_first_of("=,") != std::string::npos) {
+    // Neither could be written as NAME=STRENGTH,...
+    return RefuseArgument(reason::kUnknownAdapter, "a name cannot begin with sha256: or hold = or ,", {{"adapter", name}});
+  }
+  for (const std::string& path : {absl::StrCat(name, kSuffix), absl::StrCat(name, "/", kPeftModel, kSuffix)}) {
+    if (!OpenConfined(directory_, path).ok()) continue;
+    return Refuse(absl::StatusCode::kFailedPrecondition, reason::kNameTaken,
+                  absl::StrCat("a file of the adapters directory has the name ", name, " already; uploads never write there, take another name"),
+                  {{"adapter", name}});
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::string> AdapterRegistry::NameUpload(const std::string& name, const std::string& digest) {
+  H3_RETURN_IF_ERROR(CheckUploadName(name));
+  H3_ASSIGN_OR_RETURN(const std::optional<std::string> before, state_.Get(kUploads, name));
+  H3_RETURN_IF_ERROR(state_.Put(kUploads, name, digest));
+  return before.value_or("");
+}
+
+absl::Status AdapterRegistry::ForgetUnnamed(const std::string& digest) {
+  H3_ASSIGN_OR_RETURN(const auto uploads, state_.List(kUploads));
+  for (const auto& [name, named] : uploads) {
+    if (named == digest) return absl::OkStatus();
+  }
+  content_.Remove(digest);
+  absl::MutexLock lock(&mu_);
+  contents_.erase(absl::StrCat(kDigestPrefix, digest));
+  return absl::OkStatus();
+}
+
+absl::Status AdapterRegistry::ForgetAllUnnamed() {
+  for (const std::string& digest : content_.List()) H3_RETURN_IF_ERROR(ForgetUnnamed(digest));
+  return absl::OkStatus();
 }
 
 }  // namespace h3

@@ -7,6 +7,8 @@
 
 #include "proto/support/status.h"
 #include "server/base/error.h"
+#include "server/base/status_macros.h"
+#include "server/rpc/adapter_check.h"
 #include "server/rpc/convert.h"
 #include "server/rpc/relay.h"
 #include "server/rpc/scheduler_services.h"
@@ -38,11 +40,6 @@ std::vector<std::shared_ptr<WorkerLink>> ReadyWorkers(const SchedulerCore& core)
     if (worker->state() == v1::WORKER_STATE_READY && worker->stub() != nullptr) ready.push_back(worker);
   }
   return ready;
-}
-
-absl::Status FileQueueFull() {
-  return Refuse(absl::StatusCode::kResourceExhausted, reason::kQueueFull, "too many requests wait for the adapters directory",
-                {{"retry_seconds", "1"}});
 }
 
 absl::Status NoWorker() {
@@ -100,6 +97,13 @@ class FanOut : public std::enable_shared_from_this<FanOut<Request, Response>> {
 using Load = FanOut<v1::WorkerLoadAdapterRequest, v1::WorkerLoadAdapterResponse>;
 using Unload = FanOut<v1::WorkerUnloadAdapterRequest, v1::WorkerUnloadAdapterResponse>;
 
+// What is kept; a PEFT config lies beside the file and can be looked at there.
+v1::AdapterSettings Shown(const AdapterSettings& settings) {
+  v1::AdapterSettings shown = ToProto(settings);
+  shown.clear_peft_config();
+  return shown;
+}
+
 }  // namespace
 
 grpc::ServerUnaryReactor* AdaptersService::ListAdapters(grpc::CallbackServerContext* context, const v1::ListAdaptersRequest*,
@@ -116,10 +120,12 @@ grpc::ServerUnaryReactor* AdaptersService::ListAdapters(grpc::CallbackServerCont
       line.set_name(adapter.name);
       line.set_digest(adapter.digest);
       line.set_file_bytes(static_cast<uint64_t>(adapter.file_bytes));
+      line.set_uploaded(adapter.uploaded);
+      *line.mutable_settings() = Shown(adapter.settings);
     }
     reactor->Finish(grpc::Status::OK);
   });
-  if (!posted) reactor->Finish(ToGrpc(FileQueueFull()));
+  if (!posted) reactor->Finish(ToGrpc(SchedulerCore::FileQueueFull()));
   return reactor;
 }
 
@@ -139,6 +145,7 @@ grpc::ServerUnaryReactor* AdaptersService::LoadAdapter(grpc::CallbackServerConte
     v1::WorkerLoadAdapterRequest load;
     load.set_digest(found->digest);
     load.set_name(found->name);
+    *load.mutable_settings() = ToProto(found->settings);
     Load::Run(
         workers, load,
         [](v1::Worker::Stub& stub, grpc::ClientContext* c, const auto* q, auto* r, auto f) {
@@ -156,10 +163,12 @@ grpc::ServerUnaryReactor* AdaptersService::LoadAdapter(grpc::CallbackServerConte
           adapter.set_file_bytes(static_cast<uint64_t>(found.file_bytes));
           adapter.set_bytes(answers.front().response.resolved().bytes());
           adapter.set_resident(true);
+          adapter.set_uploaded(found.uploaded);
+          *adapter.mutable_settings() = Shown(found.settings);
           reactor->Finish(grpc::Status::OK);
         });
   });
-  if (!posted) reactor->Finish(ToGrpc(FileQueueFull()));
+  if (!posted) reactor->Finish(ToGrpc(SchedulerCore::FileQueueFull()));
   return reactor;
 }
 
@@ -197,7 +206,44 @@ grpc::ServerUnaryReactor* AdaptersService::UnloadAdapter(grpc::CallbackServerCon
           reactor->Finish(failure.has_value() ? ToGrpc(*failure) : grpc::Status::OK);
         });
   });
-  if (!posted) reactor->Finish(ToGrpc(FileQueueFull()));
+  if (!posted) reactor->Finish(ToGrpc(SchedulerCore::FileQueueFull()));
+  return reactor;
+}
+
+grpc::ServerUnaryReactor* AdaptersService::CheckAdapter(grpc::CallbackServerContext* context,
+                                                        const v1::CheckAdapterRequest* request,
+                                                        v1::CheckAdapterResponse* response) {
+  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+  const bool posted = core_.PostFileWork([this, reactor, request, response] {
+    h3::CheckAdapter(core_, request->name(), [reactor, response](absl::StatusOr<v1::AdapterReport> report) {
+      if (report.ok()) *response->mutable_report() = *std::move(report);
+      reactor->Finish(ToGrpc(report.status()));
+    });
+  });
+  if (!posted) reactor->Finish(ToGrpc(SchedulerCore::FileQueueFull()));
+  return reactor;
+}
+
+grpc::ServerUnaryReactor* AdaptersService::SetAdapter(grpc::CallbackServerContext* context, const v1::SetAdapterRequest* request,
+                                                      v1::SetAdapterResponse* response) {
+  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+  const bool posted = core_.PostFileWork([this, reactor, request, response] {
+    const auto set = [&]() -> absl::Status {
+      if (!request->settings().peft_config().empty()) {
+        return RefuseArgument(reason::kBadRequest, "a PEFT config lies beside the file and cannot be set", {{"field", "settings.peft_config"}});
+      }
+      H3_ASSIGN_OR_RETURN(const RegisteredAdapter adapter, core_.registry().Find(request->name()));
+      v1::AdapterSettings merged = request->reset() ? v1::AdapterSettings() : Shown(adapter.settings);
+      merged.MergeFrom(request->settings());  // Fields that are set replace.
+      H3_ASSIGN_OR_RETURN(const AdapterSettings settings, FromProto(merged));
+      H3_RETURN_IF_ERROR(core_.registry().SetSettings(adapter.digest, settings));
+      response->set_digest(adapter.digest);
+      *response->mutable_settings() = Shown(settings);
+      return absl::OkStatus();
+    };
+    reactor->Finish(ToGrpc(set()));
+  });
+  if (!posted) reactor->Finish(ToGrpc(SchedulerCore::FileQueueFull()));
   return reactor;
 }
 

@@ -93,6 +93,7 @@ absl::StatusOr<std::vector<StackEntry>> FromProto(const google::protobuf::Repeat
       case v1::APPLY_MATERIALIZED: entry.apply = Apply::kMaterialized; break;
       default: return BadRequest(absl::StrCat("stack[", i, "] has an unknown way to apply"), absl::StrCat("stack[", i, "].apply"));
     }
+    H3_ASSIGN_OR_RETURN(entry.settings, FromProto(from.settings()));
     entries.push_back(std::move(entry));
   }
   return entries;
@@ -217,25 +218,80 @@ Geometry FromProto(const v1::Geometry& p) {
           .rope_frequencies = p.rope_frequencies()};
 }
 
+v1::EffectiveScale ToProto(const EffectiveScale& scale) {
+  v1::EffectiveScale proto;
+  proto.set_module_kind(scale.module_kind);
+  proto.set_modules(static_cast<uint32_t>(scale.modules));
+  proto.set_rank(static_cast<uint32_t>(scale.rank));
+  proto.set_alpha(scale.alpha);
+  proto.set_scale(scale.scale);
+  proto.set_source(scale.source);
+  return proto;
+}
+
 v1::ResolvedAdapter ToProto(const ResolvedAdapter& adapter) {
   v1::ResolvedAdapter proto;
   proto.set_adapter(adapter.adapter);
   proto.set_digest(adapter.digest);
   proto.set_strength(adapter.strength);
-  for (const EffectiveScale& scale : adapter.scales) {
-    v1::EffectiveScale& line = *proto.add_scales();
-    line.set_module_kind(scale.module_kind);
-    line.set_modules(static_cast<uint32_t>(scale.modules));
-    line.set_rank(static_cast<uint32_t>(scale.rank));
-    line.set_alpha(scale.alpha);
-    line.set_scale(scale.scale);
-    line.set_source(scale.source);
-  }
+  for (const EffectiveScale& scale : adapter.scales) *proto.add_scales() = ToProto(scale);
   proto.set_bytes(static_cast<uint64_t>(adapter.bytes.value()));
   proto.set_modules(static_cast<uint32_t>(adapter.modules));
   for (const std::string& name : adapter.left_out) proto.add_left_out(name);
   for (const std::string& warning : adapter.warnings) proto.add_warnings(warning);
+  proto.mutable_factors()->set_video(adapter.video);
+  proto.mutable_factors()->set_text(adapter.text);
+  proto.mutable_factors()->set_audio(adapter.audio);
+  proto.mutable_per_evaluation()->Add(adapter.per_evaluation.begin(), adapter.per_evaluation.end());
+  proto.set_apply(adapter.apply == Apply::kMaterialized ? v1::APPLY_MATERIALIZED : v1::APPLY_BYPASS);
+  for (const StrengthRatio& ratio : adapter.auto_strength_ratios) {
+    v1::StrengthRatio& line = *proto.add_auto_strength_ratios();
+    line.set_module(ratio.module);
+    line.set_ratio(ratio.ratio);
+  }
   return proto;
+}
+
+v1::AdapterSettings ToProto(const AdapterSettings& settings) {
+  v1::AdapterSettings proto;
+  if (settings.alpha.has_value()) proto.set_alpha(*settings.alpha);
+  switch (settings.qkv_layout) {
+    case QkvLayout::kAuto: break;
+    case QkvLayout::kStacked: proto.set_qkv_layout(v1::QKV_LAYOUT_STACKED); break;
+    case QkvLayout::kInterleaved: proto.set_qkv_layout(v1::QKV_LAYOUT_INTERLEAVED); break;
+  }
+  if (settings.fc1_gate_first.has_value()) {
+    proto.set_fc1_order(*settings.fc1_gate_first ? v1::FC1_ORDER_GATE_FIRST : v1::FC1_ORDER_UP_FIRST);
+  }
+  proto.set_partition(ToProto(settings.partition));
+  proto.set_peft_config(settings.peft_config);
+  return proto;
+}
+
+absl::StatusOr<AdapterSettings> FromProto(const v1::AdapterSettings& proto) {
+  AdapterSettings settings;
+  if (proto.has_alpha()) {
+    if (!std::isfinite(proto.alpha()) || proto.alpha() < 0) {
+      return RefuseArgument(reason::kBadScale, absl::StrCat("alpha ", proto.alpha(), " is not a finite number >= 0"), {{"field", "settings.alpha"}});
+    }
+    settings.alpha = proto.alpha();
+  }
+  switch (proto.qkv_layout()) {
+    case v1::QKV_LAYOUT_UNSPECIFIED: break;
+    case v1::QKV_LAYOUT_STACKED: settings.qkv_layout = QkvLayout::kStacked; break;
+    case v1::QKV_LAYOUT_INTERLEAVED: settings.qkv_layout = QkvLayout::kInterleaved; break;
+    default: return BadRequest("an unknown row order of qkv", "settings.qkv_layout");
+  }
+  switch (proto.fc1_order()) {
+    case v1::FC1_ORDER_UNSPECIFIED: break;
+    case v1::FC1_ORDER_GATE_FIRST: settings.fc1_gate_first = true; break;
+    case v1::FC1_ORDER_UP_FIRST: settings.fc1_gate_first = false; break;
+    default: return BadRequest("an unknown row order of fc1", "settings.fc1_order");
+  }
+  if (!v1::Partition_IsValid(proto.partition())) return BadRequest("an unknown partition", "settings.partition");
+  settings.partition = FromProto(proto.partition());
+  settings.peft_config = proto.peft_config();
+  return settings;
 }
 
 }  // namespace h3

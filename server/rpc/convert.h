@@ -37,6 +37,10 @@ v1::Partition ToProto(Partition partition);
 Partition FromProto(v1::Partition partition);
 v1::Geometry ToProto(const Geometry& geometry);
 Geometry FromProto(const v1::Geometry& geometry);
+v1::EffectiveScale ToProto(const EffectiveScale& scale);
 v1::ResolvedAdapter ToProto(const ResolvedAdapter& adapter);
+v1::AdapterSettings ToProto(const AdapterSettings& settings);
+// BAD_SCALE: an alpha that is not a finite number >= 0. BAD_REQUEST: an unknown enumerator.
+absl::StatusOr<AdapterSettings> FromProto(const v1::AdapterSettings& settings);
 
 }  // namespace h3

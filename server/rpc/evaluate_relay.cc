@@ -120,16 +120,16 @@ class EvaluateRelay final : public StreamCall<v1::EvaluateRequest, v1::EvaluateR
     header_ = std::move(*request.mutable_header());
     H3_ASSIGN_OR_RETURN(request_, CheckRequest(core_, header_, false, 0));
     auto self = std::static_pointer_cast<EvaluateRelay>(shared_from_this());
-    core_.ResolveStack(request_.stack, request_.base.facts, [self](absl::StatusOr<std::vector<ResolvedAdapter>> resolved) {
-      self->OnResolved(std::move(resolved));
-    });
+    core_.ResolveStack(header_.preset(), header_.stack(), 0, request_.base.facts,
+                       [self](absl::StatusOr<PinnedStack> pinned) { self->OnResolved(std::move(pinned)); });
     return absl::OkStatus();
   }
 
   // On the file thread.
-  void OnResolved(absl::StatusOr<std::vector<ResolvedAdapter>> resolved) {
-    if (!resolved.ok()) return Refused(resolved.status());
-    PinStack(core_, *resolved, header_);
+  void OnResolved(absl::StatusOr<PinnedStack> pinned) {
+    if (!pinned.ok()) return Refused(pinned.status());
+    *header_.mutable_stack() = std::move(pinned->entries);
+    header_.clear_preset();
     auto worker = core_.OpenSession(request_.base.fingerprint);
     if (!worker.ok()) return Refused(worker.status());
     worker_ = *worker;
@@ -154,7 +154,7 @@ class EvaluateRelay final : public StreamCall<v1::EvaluateRequest, v1::EvaluateR
     v1::EvaluateResponse response;
     v1::Accepted& accepted = *response.mutable_accepted();
     accepted.set_request_id(header_.request_id().empty() ? absl::StrCat("s", core_.NextId()) : header_.request_id());
-    DescribeBase(request_, *resolved, accepted);
+    DescribeBase(request_, pinned->resolved, accepted);
     Send(std::move(response));
     stub->async()->Evaluate(stream->context(), stream.get());
     v1::EvaluateRequest header;

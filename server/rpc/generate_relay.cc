@@ -211,9 +211,8 @@ class GenerateRelay final : public StreamCall<v1::GenerateRequest, v1::GenerateR
       buffered_bytes_ = bytes;
       assembler_.emplace(header_.tensors());
       auto self = std::static_pointer_cast<GenerateRelay>(shared_from_this());
-      core_.ResolveStack(request_.stack, request_.base.facts, [self](absl::StatusOr<std::vector<ResolvedAdapter>> resolved) {
-        self->OnResolved(std::move(resolved));
-      });
+      core_.ResolveStack(header_.preset(), header_.stack(), schedule_.evaluations(), request_.base.facts,
+                         [self](absl::StatusOr<PinnedStack> pinned) { self->OnResolved(std::move(pinned)); });
       return absl::OkStatus();
     }
     if (!request.has_chunk()) return RefuseArgument(reason::kBadRequest, "an empty message");
@@ -225,10 +224,11 @@ class GenerateRelay final : public StreamCall<v1::GenerateRequest, v1::GenerateR
   }
 
   // On the file thread.
-  void OnResolved(absl::StatusOr<std::vector<ResolvedAdapter>> resolved) {
-    if (!resolved.ok()) return Refused(resolved.status());
-    resolved_ = std::move(*resolved);
-    PinStack(core_, resolved_, header_);
+  void OnResolved(absl::StatusOr<PinnedStack> pinned) {
+    if (!pinned.ok()) return Refused(pinned.status());
+    *header_.mutable_stack() = std::move(pinned->entries);
+    header_.clear_preset();
+    resolved_ = std::move(pinned->resolved);
     if (assembler_->complete()) {
       if (const absl::Status status = Submit(); !status.ok()) Refused(status);
       return;

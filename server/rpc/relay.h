@@ -40,7 +40,6 @@ inline int64_t BytesOf(const TensorSpecs& specs) {
 // Header and layout against each other and against the base, before any chunk is read.
 struct CheckedRequest {
   Layout layout;
-  std::vector<StackEntry> stack;
   Task task = Task::kT2va;
   ChosenBase base;
 };
@@ -50,8 +49,8 @@ absl::StatusOr<CheckedRequest> CheckRequest(const SchedulerCore& core, const Hea
                                             int64_t evaluations) {
   CheckedRequest request;
   H3_RETURN_IF_ERROR(core.CheckServing());
-  if (!header.preset().empty())
-    return RefuseArgument(reason::kBadRequest, "presets are not kept by this server; send the stack", {{"field", "preset"}});
+  if (!header.preset().empty() && header.stack_size() > 0)
+    return RefuseArgument(reason::kBadRequest, "give either a preset or a stack", {{"field", "preset"}});
   H3_RETURN_IF_ERROR(CheckTensorSpecs(header.tensors(), core.options().max_request_bytes));
   H3_ASSIGN_OR_RETURN(request.layout, FromProto(header.layout()));
   H3_RETURN_IF_ERROR(CheckLayout(request.layout, kMaxPackedRows));
@@ -61,23 +60,13 @@ absl::StatusOr<CheckedRequest> CheckRequest(const SchedulerCore& core, const Hea
                           absl::StrCat("the layout is one of ", TaskName(request.task), ", the header says another task"),
                           {{"field", "task"}});
   }
-  H3_ASSIGN_OR_RETURN(request.stack, FromProto(header.stack()));
-  H3_RETURN_IF_ERROR(CheckStack(request.stack, evaluations));
+  H3_ASSIGN_OR_RETURN(const std::vector<StackEntry> stack, FromProto(header.stack()));
+  H3_RETURN_IF_ERROR(CheckStack(stack, evaluations));
   H3_ASSIGN_OR_RETURN(request.base, core.ChooseBase(request.task, header.model()));
   const std::vector<v1::TensorSpec> specs(header.tensors().begin(), header.tensors().end());
   H3_RETURN_IF_ERROR(CheckRequestTensors(ToHostTensors(specs, std::vector<std::string>(specs.size())),
                                          RequestTensorsOf(request.layout, request.base.facts.geometry, targets)));
   return request;
-}
-
-// The stack as the worker gets it: digests pinned, names as the registry knows the content.
-template <typename Header>
-void PinStack(SchedulerCore& core, const std::vector<ResolvedAdapter>& resolved, Header& header) {
-  for (size_t i = 0; i < resolved.size(); ++i) {
-    v1::StackEntry& entry = *header.mutable_stack(static_cast<int>(i));
-    entry.set_digest(resolved[i].digest);
-    entry.set_adapter(core.registry().NameOf(resolved[i].digest));
-  }
 }
 
 inline void DescribeBase(const CheckedRequest& request, const std::vector<ResolvedAdapter>& resolved, v1::Accepted& accepted) {

@@ -7,6 +7,7 @@
 #include "server/base/error.h"
 #include "server/base/status_macros.h"
 #include "server/rpc/convert.h"
+#include "server/rpc/presets.h"
 
 namespace h3 {
 namespace {
@@ -17,14 +18,25 @@ absl::Status NoWorker(absl::string_view what) {
   return Refuse(absl::StatusCode::kUnavailable, reason::kWorkerLost, what, {{"retry_seconds", "1"}});
 }
 
+BaseFacts FactsOf(const v1::Model& base) {
+  return {FromProto(base.geometry()), FromProto(base.partition()), base.grid_width(),
+          base.qkv_layout() == QkvLayoutName(QkvLayout::kInterleaved)};
+}
+
 }  // namespace
 
-SchedulerCore::SchedulerCore(SchedulerOptions options, SchedulerMetrics& metrics)
+SchedulerCore::SchedulerCore(SchedulerOptions options, SchedulerMetrics& metrics, std::unique_ptr<StateStore> state,
+                             ContentStore content)
     : options_(std::move(options)),
       metrics_(metrics),
-      registry_(options_.adapters),
+      state_(std::move(state)),
+      content_(std::move(content)),
+      registry_(options_.adapters, content_, *state_),
       dispatcher_(options_.queue_capacity),
-      files_(kFileQueue) {}
+      files_(kFileQueue) {
+  // Nobody waits for replaced uploads of an earlier process any more. What fails here fails again where it matters.
+  registry_.ForgetAllUnnamed().IgnoreError();
+}
 
 std::shared_ptr<WorkerLink> SchedulerCore::AddWorker(const std::string& name) {
   auto link = std::make_shared<WorkerLink>(name, [this](WorkerLink& worker) { OnWorkerChange(worker); });
@@ -61,7 +73,7 @@ absl::StatusOr<ChosenBase> SchedulerCore::ChooseBase(Task task, const std::strin
       mismatch = std::move(served);
       continue;
     }
-    return ChosenBase{base.base_fingerprint(), {FromProto(base.geometry()), partition, base.grid_width()}};
+    return ChosenBase{base.base_fingerprint(), FactsOf(base)};
   }
   if (known.empty()) return NoWorker("no worker is ready yet; it is loading its model, or cannot: see `h3ctl status`");
   if (mismatch.has_value()) return *mismatch;
@@ -69,27 +81,47 @@ absl::StatusOr<ChosenBase> SchedulerCore::ChooseBase(Task task, const std::strin
                 absl::StrCat("no base ", model, " is served; there is ", absl::StrJoin(known, ", ")), {{"model", model}});
 }
 
-void SchedulerCore::ResolveStack(std::vector<StackEntry> stack, BaseFacts base,
-                                 std::function<void(absl::StatusOr<std::vector<ResolvedAdapter>>)> done) {
+absl::StatusOr<ChosenBase> SchedulerCore::AnyBase() const {
+  for (const auto& link : workers()) {
+    const auto snapshot = link->snapshot();
+    if (snapshot.has_value()) return ChosenBase{snapshot->model().base_fingerprint(), FactsOf(snapshot->model())};
+  }
+  return NoWorker("no worker is ready yet; it is loading its model, or cannot: see `h3ctl status`");
+}
+
+absl::StatusOr<PinnedStack> SchedulerCore::PinStack(StackEntries stack, int64_t evaluations, const BaseFacts& base) {
+  PinnedStack pinned;
+  H3_ASSIGN_OR_RETURN(const std::vector<StackEntry> entries, FromProto(stack));
+  H3_RETURN_IF_ERROR(CheckStack(entries, evaluations));
+  for (size_t i = 0; i < entries.size(); ++i) {
+    H3_ASSIGN_OR_RETURN(ResolvedAdapter resolved, registry_.Resolve(entries[i], i, base));
+    v1::StackEntry& entry = *stack.Mutable(static_cast<int>(i));
+    entry.set_digest(resolved.digest);
+    entry.set_adapter(registry_.NameOf(resolved.digest));
+    *entry.mutable_settings() = ToProto(resolved.settings);
+    pinned.resolved.push_back(std::move(resolved));
+  }
+  pinned.entries = std::move(stack);
+  return pinned;
+}
+
+void SchedulerCore::ResolveStack(std::string preset, StackEntries stack, int64_t evaluations, BaseFacts base, OnPinned done) {
   // A stack without adapters needs no disk.
-  if (stack.empty()) {
-    done(std::vector<ResolvedAdapter>());
-    return;
-  }
-  auto shared = std::make_shared<decltype(done)>(std::move(done));
-  const bool posted = files_.Post([this, stack = std::move(stack), base = std::move(base), shared] {
-    std::vector<ResolvedAdapter> resolved;
-    for (size_t i = 0; i < stack.size(); ++i) {
-      auto one = registry_.Resolve(stack[i], i, base);
-      if (!one.ok()) return (*shared)(one.status());
-      resolved.push_back(std::move(*one));
-    }
-    (*shared)(std::move(resolved));
+  if (preset.empty() && stack.empty()) return done(PinnedStack());
+  auto shared = std::make_shared<OnPinned>(std::move(done));
+  const bool posted = files_.Post([this, preset = std::move(preset), stack = std::move(stack), evaluations, base = std::move(base), shared] {
+    if (preset.empty()) return (*shared)(PinStack(stack, evaluations, base));
+    auto kept = FindPreset(*state_, preset);
+    if (!kept.ok()) return (*shared)(kept.status());
+    auto pinned = PinStack(kept->stack(), evaluations, base);
+    (*shared)(pinned.ok() ? std::move(pinned) : WithDetail(pinned.status(), "preset", preset));
   });
-  if (!posted) {
-    (*shared)(Refuse(absl::StatusCode::kResourceExhausted, reason::kQueueFull,
-                     "too many requests wait for the adapters directory", {{"retry_seconds", "1"}}));
-  }
+  if (!posted) (*shared)(FileQueueFull());
+}
+
+absl::Status SchedulerCore::FileQueueFull() {
+  return Refuse(absl::StatusCode::kResourceExhausted, reason::kQueueFull, "too many requests wait for the adapters directory",
+                {{"retry_seconds", "1"}});
 }
 
 absl::Status SchedulerCore::TakeBuffer(int64_t bytes) {

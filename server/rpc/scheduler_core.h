@@ -9,10 +9,13 @@
 #include <string>
 #include <vector>
 
+#include <google/protobuf/repeated_ptr_field.h>
+
 #include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "h3/v1/types.pb.h"
 #include "server/base/serial_executor.h"
 #include "server/format/layout.h"
 #include "server/format/request.h"
@@ -25,6 +28,7 @@ namespace h3 {
 
 struct SchedulerOptions {
   std::string adapters = ".";
+  int64_t max_upload_bytes = int64_t{16} << 30;
   size_t queue_capacity = 64;
   int64_t max_request_bytes = int64_t{1} << 30;
   int64_t max_buffered_bytes = int64_t{8} << 30;
@@ -47,10 +51,19 @@ struct ChosenBase {
   BaseFacts facts;
 };
 
+using StackEntries = google::protobuf::RepeatedPtrField<v1::StackEntry>;
+
+// A stack as a worker gets it: digests and settings filled in, names as the registry knows the content.
+struct PinnedStack {
+  StackEntries entries;
+  std::vector<ResolvedAdapter> resolved;
+};
+
 // Thread-safe; nothing in it blocks.
 class SchedulerCore {
  public:
-  SchedulerCore(SchedulerOptions options, SchedulerMetrics& metrics);
+  // `state` and `content`: what is kept over restarts.
+  SchedulerCore(SchedulerOptions options, SchedulerMetrics& metrics, std::unique_ptr<StateStore> state, ContentStore content);
 
   // Workers.
   std::shared_ptr<WorkerLink> AddWorker(const std::string& name) ABSL_LOCKS_EXCLUDED(mu_);
@@ -60,10 +73,15 @@ class SchedulerCore {
   // The base that serves `task`, or the one of that fingerprint or name. UNAVAILABLE / WORKER_LOST: no worker has ever been
   // ready; FAILED_PRECONDITION / BASE_MISMATCH: none of the bases there are, with the list.
   absl::StatusOr<ChosenBase> ChooseBase(Task task, const std::string& model) const;
+  // A base that some worker serves, for questions that no task decides. UNAVAILABLE / WORKER_LOST.
+  absl::StatusOr<ChosenBase> AnyBase() const;
 
-  // Resolves a stack on the file thread; `done` runs there. RESOURCE_EXHAUSTED / QUEUE_FULL when too many wait for the disk.
-  void ResolveStack(std::vector<StackEntry> stack, BaseFacts base,
-                    std::function<void(absl::StatusOr<std::vector<ResolvedAdapter>>)> done);
+  // Resolves the stack of a header, or its preset's, on the file thread; `done` runs there. RESOURCE_EXHAUSTED / QUEUE_FULL when too
+  // many wait for the disk. `evaluations`: of the run, 0 for a session.
+  using OnPinned = std::function<void(absl::StatusOr<PinnedStack>)>;
+  void ResolveStack(std::string preset, StackEntries stack, int64_t evaluations, BaseFacts base, OnPinned done);
+  // The same, on the file thread.
+  absl::StatusOr<PinnedStack> PinStack(StackEntries stack, int64_t evaluations, const BaseFacts& base);
 
   // Host memory for the tensors of requests that have not started. RESOURCE_EXHAUSTED / QUEUE_FULL when it would not fit now;
   // what was taken must be given back.
@@ -98,10 +116,13 @@ class SchedulerCore {
 
   const SchedulerOptions& options() const { return options_; }
   SchedulerMetrics& metrics() { return metrics_; }
-  AdapterRegistry& registry() { return registry_; }
+  AdapterRegistry& registry() { return registry_; }  // On the file thread.
   Dispatcher& dispatcher() { return dispatcher_; }
   // For file work of the services. False when too much waits.
   bool PostFileWork(std::function<void()> work) { return files_.Post(std::move(work)); }
+  static absl::Status FileQueueFull();
+  // The next piece of file work that was begun.
+  void ContinueFileWork(std::function<void()> work) { files_.Continue(std::move(work)); }
 
  private:
   void OnWorkerChange(WorkerLink& worker) ABSL_LOCKS_EXCLUDED(mu_);
@@ -112,6 +133,8 @@ class SchedulerCore {
 
   const SchedulerOptions options_;
   SchedulerMetrics& metrics_;
+  const std::unique_ptr<StateStore> state_;
+  ContentStore content_;
   AdapterRegistry registry_;
   Dispatcher dispatcher_;
   std::atomic<RequestId> next_id_{0};

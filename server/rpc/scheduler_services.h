@@ -8,6 +8,7 @@
 #include "h3/v1/adapters.grpc.pb.h"
 #include "h3/v1/generation.grpc.pb.h"
 #include "h3/v1/operations.grpc.pb.h"
+#include "h3/v1/presets.grpc.pb.h"
 #include "server/rpc/scheduler_core.h"
 
 namespace h3 {
@@ -32,6 +33,28 @@ class AdaptersService final : public v1::Adapters::CallbackService {
                                         v1::LoadAdapterResponse* response) override;
   grpc::ServerUnaryReactor* UnloadAdapter(grpc::CallbackServerContext* context, const v1::UnloadAdapterRequest* request,
                                           v1::UnloadAdapterResponse* response) override;
+  grpc::ServerUnaryReactor* CheckAdapter(grpc::CallbackServerContext* context, const v1::CheckAdapterRequest* request,
+                                         v1::CheckAdapterResponse* response) override;
+  grpc::ServerReadReactor<v1::UploadAdapterRequest>* UploadAdapter(grpc::CallbackServerContext* context,
+                                                                   v1::UploadAdapterResponse* response) override;
+  grpc::ServerUnaryReactor* SetAdapter(grpc::CallbackServerContext* context, const v1::SetAdapterRequest* request,
+                                       v1::SetAdapterResponse* response) override;
+
+ private:
+  SchedulerCore& core_;
+};
+
+class PresetsService final : public v1::Presets::CallbackService {
+ public:
+  explicit PresetsService(SchedulerCore& core) : core_(core) {}
+  grpc::ServerUnaryReactor* ListPresets(grpc::CallbackServerContext* context, const v1::ListPresetsRequest* request,
+                                        v1::ListPresetsResponse* response) override;
+  grpc::ServerUnaryReactor* SetPreset(grpc::CallbackServerContext* context, const v1::SetPresetRequest* request,
+                                      v1::SetPresetResponse* response) override;
+  grpc::ServerUnaryReactor* GetPreset(grpc::CallbackServerContext* context, const v1::GetPresetRequest* request,
+                                      v1::GetPresetResponse* response) override;
+  grpc::ServerUnaryReactor* RemovePreset(grpc::CallbackServerContext* context, const v1::RemovePresetRequest* request,
+                                         v1::RemovePresetResponse* response) override;
 
  private:
   SchedulerCore& core_;

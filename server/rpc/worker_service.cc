@@ -8,6 +8,7 @@
 #include "absl/synchronization/notification.h"
 #include "proto/support/status.h"
 #include "server/base/error.h"
+#include "server/base/status_macros.h"
 #include "server/rpc/convert.h"
 
 namespace h3 {
@@ -78,15 +79,41 @@ grpc::ServerUnaryReactor* OnDevice(WorkerService& service, grpc::CallbackServerC
   return reactor;
 }
 
+// The adapter that a request of either kind names.
+template <typename Request>
+absl::StatusOr<StackEntry> EntryOf(const Request& request) {
+  StackEntry entry{.adapter = request.name(), .digest = request.digest()};
+  H3_ASSIGN_OR_RETURN(entry.settings, FromProto(request.settings()));
+  return entry;
+}
+
 }  // namespace
 
 grpc::ServerUnaryReactor* WorkerService::LoadAdapter(grpc::CallbackServerContext* context,
                                                      const v1::WorkerLoadAdapterRequest* request,
                                                      v1::WorkerLoadAdapterResponse* response) {
   return OnDevice(*this, context, [this, request, response]() -> absl::Status {
-    const auto resolved = engine_.LoadAdapter(request->name(), request->digest());
-    if (!resolved.ok()) return resolved.status();
-    *response->mutable_resolved() = ToProto(*resolved);
+    H3_ASSIGN_OR_RETURN(const StackEntry entry, EntryOf(*request));
+    H3_ASSIGN_OR_RETURN(const ResolvedAdapter resolved, engine_.LoadAdapter(entry));
+    *response->mutable_resolved() = ToProto(resolved);
+    return absl::OkStatus();
+  });
+}
+
+grpc::ServerUnaryReactor* WorkerService::CheckAdapter(grpc::CallbackServerContext* context,
+                                                      const v1::WorkerCheckAdapterRequest* request,
+                                                      v1::WorkerCheckAdapterResponse* response) {
+  return OnDevice(*this, context, [this, request, response]() -> absl::Status {
+    H3_ASSIGN_OR_RETURN(const StackEntry entry, EntryOf(*request));
+    H3_ASSIGN_OR_RETURN(const AdapterMeasure measure, engine_.MeasureAdapter(entry));
+    *response->mutable_resolved() = ToProto(measure.resolved);
+    response->set_relative_strength(measure.relative_strength);
+    for (const AdapterMeasure::Kind& kind : measure.kinds) {
+      v1::KindStrength& line = *response->add_strengths();
+      line.set_module_kind(kind.module_kind);
+      line.set_modules(static_cast<uint32_t>(kind.modules));
+      line.set_relative_strength(kind.relative_strength);
+    }
     return absl::OkStatus();
   });
 }

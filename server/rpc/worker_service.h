@@ -36,6 +36,8 @@ class WorkerService final : public v1::Worker::CallbackService {
                                         v1::WorkerLoadAdapterResponse* response) override;
   grpc::ServerUnaryReactor* UnloadAdapter(grpc::CallbackServerContext* context, const v1::WorkerUnloadAdapterRequest* request,
                                           v1::WorkerUnloadAdapterResponse* response) override;
+  grpc::ServerUnaryReactor* CheckAdapter(grpc::CallbackServerContext* context, const v1::WorkerCheckAdapterRequest* request,
+                                         v1::WorkerCheckAdapterResponse* response) override;
   grpc::ServerWriteReactor<v1::WatchResponse>* Watch(grpc::CallbackServerContext* context,
                                                      const v1::WatchRequest* request) override;
   grpc::ServerUnaryReactor* GetSnapshot(grpc::CallbackServerContext* context, const v1::GetSnapshotRequest* request,

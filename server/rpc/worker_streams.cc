@@ -136,6 +136,7 @@ class GenerateCall final : public StreamCall<v1::GenerateRequest, v1::GenerateRe
     v1::GenerateResponse completed;
     v1::Completed& summary = *completed.mutable_completed();
     const RunTimings timings = run_->timings();
+    for (const ResolvedAdapter& adapter : run_->stack()) *summary.add_stack() = ToProto(adapter);
     auto tensors = run_->TakeResult();
     if (!tensors.ok()) return End(tensors.status());
     summary.set_prepare_seconds(absl::ToDoubleSeconds(timings.prepare));
@@ -290,6 +291,7 @@ class EvaluateCall final : public StreamCall<v1::EvaluateRequest, v1::EvaluateRe
     Send(std::move(response));
     v1::EvaluateResponse ready;
     ready.mutable_ready()->set_prepare_seconds(absl::ToDoubleSeconds(absl::Now() - begin));
+    for (const ResolvedAdapter& adapter : session_->stack()) *ready.mutable_ready()->add_stack() = ToProto(adapter);
     Send(std::move(ready));
     ready_ = true;
     ReadMore();

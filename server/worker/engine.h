@@ -95,6 +95,18 @@ class Generation {
   virtual ByteCount avoided_resident() const = 0;
 };
 
+// Norms of an adapter's scaled deltas at strength 1, relative to those of the weights that they change.
+struct AdapterMeasure {
+  struct Kind {
+    std::string module_kind;
+    int64_t modules = 0;
+    double relative_strength = 0;
+  };
+  ResolvedAdapter resolved;
+  double relative_strength = 0;
+  std::vector<Kind> kinds;
+};
+
 struct EvaluationSpec {
   float t_video = 0;
   float t_audio = 0;
@@ -126,8 +138,10 @@ class Engine {
                                                                std::vector<std::pair<float, float>> announced,
                                                                const CancellationToken& cancel) = 0;
 
-  // [device] Reads, hashes, checks and copies; idempotent. `digest`: that the file must have, or empty.
-  virtual absl::StatusOr<ResolvedAdapter> LoadAdapter(const std::string& name, const std::string& digest) = 0;
+  // [device] Reads, hashes, checks and copies the adapter of a stack entry; idempotent.
+  virtual absl::StatusOr<ResolvedAdapter> LoadAdapter(const StackEntry& entry) = 0;
+  // [device] Reads every value of it and measures; keeps nothing. Refuses as LoadAdapter.
+  virtual absl::StatusOr<AdapterMeasure> MeasureAdapter(const StackEntry& entry) = 0;
   // [device] Bytes freed. FAILED_PRECONDITION / IN_USE while pinned; NOT_FOUND / UNKNOWN_ADAPTER when not resident.
   virtual absl::StatusOr<ByteCount> UnloadAdapter(const std::string& digest) = 0;
 
@@ -141,6 +155,8 @@ class Engine {
 struct EngineOptions {
   std::string model;     // Path of the checkpoint.
   std::string adapters;  // Directory.
+  std::string blobs;     // Directory of uploaded content by digest; empty: none.
+  ByteCount idle_merged = ByteCount(int64_t{4} << 30);  // Merged copies that are kept though no request uses them.
   std::string device = "auto";  // "auto", "cpu", "cuda", "cuda:N".
   std::string dtype = "auto";   // "auto", "float32", "bfloat16", "float16".
   std::string silu_grid;        // Grid file, or a full H3 file; empty: none.

@@ -78,6 +78,7 @@ class H3Generation final : public Generation {
     const c10::InferenceMode inference;
     return CatchTorch("result", [&]() -> absl::StatusOr<std::vector<HostTensor>> {
       H3_CHECK(next_ == schedule_.evaluations() && prepared_ != nullptr);
+      H3_RETURN_IF_ERROR(CheckResult(video_, audio_));
       std::vector<HostTensor> result;
       result.push_back(ToHost("video", video_));
       result.push_back(ToHost("audio", audio_));

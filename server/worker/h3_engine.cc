@@ -2,9 +2,13 @@
 
 #include <c10/core/InferenceMode.h>
 
+#include <cmath>
+#include <map>
+
 #include "absl/strings/str_cat.h"
 #include "server/base/error.h"
 #include "server/base/status_macros.h"
+#include "server/lora/adapter_strength.h"
 #include "server/lora/stack.h"
 #include "server/tensor/catch_torch.h"
 #include "server/tensor/counting_allocator.h"
@@ -35,7 +39,8 @@ absl::StatusOr<std::unique_ptr<H3Engine>> H3Engine::Create(const EngineOptions& 
                       ResidentModel::Load(checkpoint, ledger,
                                           {.device = device, .copy_weights = options.copy_weights, .dtype = dtype, .silu_grid = options.silu_grid}));
   const ResidentModel& model = *engine->resident_;
-  engine->store_ = std::make_unique<AdapterStore>(model, options.adapters);
+  engine->store_ = std::make_unique<AdapterStore>(
+      model, AdapterStoreOptions{.directory = options.adapters, .blobs = options.blobs, .idle_merged = options.idle_merged});
   // On the CPU nobody but us keeps to --device-memory.
   if (device.is_cpu()) SetAllocationLimit(options.device_memory);
   H3_ASSIGN_OR_RETURN(engine->capacity_, ProbeDevice(device, ledger.Snapshot().used, options.device_memory));
@@ -65,11 +70,39 @@ absl::StatusOr<std::unique_ptr<Session>> H3Engine::OpenSession(Conditions condit
   return MakeSession(*this, std::move(conditions), std::move(announced), cancel);
 }
 
-absl::StatusOr<ResolvedAdapter> H3Engine::LoadAdapter(const std::string& name, const std::string& digest) {
+absl::StatusOr<ResolvedAdapter> H3Engine::LoadAdapter(const StackEntry& entry) {
   const c10::InferenceMode inference;
-  const StackEntry entry{.adapter = name, .digest = digest};
   H3_ASSIGN_OR_RETURN(const auto stack, Stack::Build(*resident_, *store_, absl::MakeConstSpan(&entry, 1)));
   return stack->resolved().front();
+}
+
+absl::StatusOr<AdapterMeasure> H3Engine::MeasureAdapter(const StackEntry& entry) {
+  const c10::InferenceMode inference;
+  return CatchTorch(absl::StrCat("adapter ", entry.adapter), [&]() -> absl::StatusOr<AdapterMeasure> {
+    H3_ASSIGN_OR_RETURN(const auto adapter, store_->Read(entry));
+    std::vector<double> scales;
+    for (const ResidentTerm& term : adapter->terms) scales.push_back(term.scale);
+    NormCache cache;
+    struct Sum {
+      int64_t modules = 0;
+      double delta = 0, weight = 0;
+      double ratio() const { return weight > 0 ? std::sqrt(delta / weight) : 0; }
+    };
+    std::map<SiteKind, Sum> kinds;
+    Sum all;
+    for (const auto& [site, norm] : DeltaNorms(*resident_, *adapter, cache, scales)) {
+      if (!norm.on_base) continue;
+      const double weight = SquaredNorm(resident_->linear(site));
+      for (Sum* sum : {&all, &kinds[resident_->sites()[static_cast<size_t>(site)].kind]}) {
+        ++sum->modules;
+        sum->delta += norm.square;
+        sum->weight += weight;
+      }
+    }
+    AdapterMeasure measure{.resolved = Resolve(*resident_, *adapter, entry), .relative_strength = all.ratio()};
+    for (const auto& [kind, sum] : kinds) measure.kinds.push_back({std::string(SiteKindName(kind)), sum.modules, sum.ratio()});
+    return measure;
+  });
 }
 
 absl::StatusOr<ByteCount> H3Engine::UnloadAdapter(const std::string& digest) { return store_->Unload(digest); }

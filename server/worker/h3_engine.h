@@ -23,7 +23,8 @@ class H3Engine final : public Engine {
   absl::StatusOr<std::unique_ptr<Generation>> StartGeneration(GenerationSpec spec) override;
   absl::StatusOr<std::unique_ptr<Session>> OpenSession(Conditions conditions, std::vector<std::pair<float, float>> announced,
                                                        const CancellationToken& cancel) override;
-  absl::StatusOr<ResolvedAdapter> LoadAdapter(const std::string& name, const std::string& digest) override;
+  absl::StatusOr<ResolvedAdapter> LoadAdapter(const StackEntry& entry) override;
+  absl::StatusOr<AdapterMeasure> MeasureAdapter(const StackEntry& entry) override;
   absl::StatusOr<ByteCount> UnloadAdapter(const std::string& digest) override;
 
   const ModelInfo& model() const override { return info_; }

@@ -71,6 +71,7 @@ absl::StatusOr<std::unique_ptr<Prepared>> Prepared::Make(const ResidentModel& mo
 }
 
 absl::Status Prepared::PrepareText(const EvaluationPlan& plan, const CancellationToken& cancel) {
+  H3_RETURN_IF_ERROR(stack_->Prepare(cancel));
   at::Tensor& stream = text_streams_[stack_->TextKeyOf(plan.index, plan.factors)];
   if (stream.defined()) return absl::OkStatus();
   const OwnerScope owner(Owner::kActivations);
@@ -79,6 +80,7 @@ absl::Status Prepared::PrepareText(const EvaluationPlan& plan, const Cancellatio
 }
 
 absl::Status Prepared::PrepareModulation(absl::Span<const EvaluationPlan> plans, const CancellationToken& cancel) {
+  H3_RETURN_IF_ERROR(stack_->Prepare(cancel));
   modulation_.reset();
   entries_.clear();
   const int64_t most = std::max<int64_t>(1, kModulationBytes / ModulationEntryBytes(model_.geometry()));

@@ -77,6 +77,18 @@ absl::Status RequestTensors::CheckAllUsed() const {
   return absl::OkStatus();
 }
 
+absl::Status CheckResult(const at::Tensor& video, const at::Tensor& audio) {
+  const OwnerScope owner(Owner::kWorkspace);
+  for (const auto& [name, tensor] : {std::pair("video", video), std::pair("audio", audio)}) {
+    if (tensor.isfinite().all().item<bool>()) continue;
+    return RefuseArgument(reason::kNotFinite,
+                          absl::StrCat("the result's ", name, " rows hold NaN or infinity: values overflowed on the way; lower the "
+                                       "strengths, or look at the adapters with `h3ctl adapters check`"),
+                          {{"tensor", name}});
+  }
+  return absl::OkStatus();
+}
+
 HostTensor ToHost(std::string name, const at::Tensor& tensor) {
   const OwnerScope owner(Owner::kStaging);
   const at::Tensor host = tensor.to(at::kCPU, at::kFloat).contiguous();

@@ -36,6 +36,9 @@ class RequestTensors {
   std::set<std::string> used_;
 };
 
+// INVALID_ARGUMENT / NOT_FINITE: finite factors can still overflow; what comes of that is no answer.
+absl::Status CheckResult(const at::Tensor& video, const at::Tensor& audio);
+
 // A float32 tensor of the device as bytes in host memory.
 HostTensor ToHost(std::string name, const at::Tensor& tensor);
 

@@ -21,10 +21,11 @@ class H3Session final : public Session {
 
   absl::Status Open(const std::vector<std::pair<float, float>>& announced, const CancellationToken& cancel) {
     H3_RETURN_IF_ERROR(prepared_->PrepareText({}, cancel));
+    std::vector<EvaluationPlan> plans;
     for (size_t i = 0; i < announced.size(); ++i) {
-      announced_.push_back({.t_video = announced[i].first, .t_audio = announced[i].second, .index = static_cast<int64_t>(i)});
+      plans.push_back({.t_video = announced[i].first, .t_audio = announced[i].second, .index = static_cast<int64_t>(i)});
     }
-    if (!announced_.empty()) H3_RETURN_IF_ERROR(prepared_->PrepareModulation(announced_, cancel));
+    if (!plans.empty()) H3_RETURN_IF_ERROR(prepared_->PrepareModulation(plans, cancel));
     return engine_.CheckBase();
   }
 
@@ -37,12 +38,14 @@ class H3Session final : public Session {
         return RefuseArgument(reason::kBadStrength, absl::StrCat(spec.factors.size(), " factors for a stack of ",
                                                                  prepared_->resolved().size(), "; give one an entry"));
       }
+      H3_RETURN_IF_ERROR(prepared_->stack().CheckFactors(spec.factors));
       const EvaluationPlan plan{spec.t_video, spec.t_audio, spec.index, spec.factors};
       H3_ASSIGN_OR_RETURN(const at::Tensor video, VideoRows(spec.video));
       H3_ASSIGN_OR_RETURN(const at::Tensor audio, AudioRows(spec.audio));
       H3_ASSIGN_OR_RETURN(const Velocity velocity,
                           prepared_->Evaluate(absl::MakeConstSpan(&plan, 1), video, audio, spec.include_condition_rows, cancel));
       H3_RETURN_IF_ERROR(engine_.CheckBase());
+      H3_RETURN_IF_ERROR(CheckResult(velocity.video, velocity.audio));
       engine_.SetLastPeak(engine_.ledger().Snapshot().peak);
       std::vector<HostTensor> result;
       result.push_back(ToHost("video", velocity.video));
@@ -81,7 +84,6 @@ class H3Session final : public Session {
 
   H3Engine& engine_;
   const std::unique_ptr<Prepared> prepared_;
-  std::vector<EvaluationPlan> announced_;
 };
 
 }  // namespace

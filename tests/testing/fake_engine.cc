@@ -148,6 +148,11 @@ std::optional<EvaluationSpec> FakeEngine::last_evaluation() const {
   return last_evaluation_;
 }
 
+std::optional<StackEntry> FakeEngine::last_adapter() const {
+  absl::MutexLock lock(&mu_);
+  return last_adapter_;
+}
+
 absl::StatusOr<std::unique_ptr<Generation>> FakeEngine::StartGeneration(GenerationSpec spec) {
   CheckThread();
   {
@@ -166,12 +171,21 @@ absl::StatusOr<std::unique_ptr<Session>> FakeEngine::OpenSession(Conditions cond
   return std::make_unique<FakeSession>(*this, conditions);
 }
 
-absl::StatusOr<ResolvedAdapter> FakeEngine::LoadAdapter(const std::string& name, const std::string& /*digest*/) {
+absl::StatusOr<ResolvedAdapter> FakeEngine::LoadAdapter(const StackEntry& entry) {
   CheckThread();
   H3_RETURN_IF_ERROR(TakeRefusal());
   absl::MutexLock lock(&mu_);
-  resident_.push_back(Resolve(name, 0));
+  last_adapter_ = entry;
+  resident_.push_back(Resolve(entry.adapter, 0));
   return resident_.back();
+}
+
+absl::StatusOr<AdapterMeasure> FakeEngine::MeasureAdapter(const StackEntry& entry) {
+  CheckThread();
+  H3_RETURN_IF_ERROR(TakeRefusal());
+  absl::MutexLock lock(&mu_);
+  last_adapter_ = entry;
+  return AdapterMeasure{.resolved = Resolve(entry.adapter, 1), .relative_strength = 0.25, .kinds = {{"attn.qkv_proj", 1, 0.25}}};
 }
 
 absl::StatusOr<ByteCount> FakeEngine::UnloadAdapter(const std::string& digest) {

@@ -36,7 +36,7 @@ class FakeEngine final : public Engine {
   // False after 20 seconds: no run and no session is left.
   bool WaitForIdle() ABSL_LOCKS_EXCLUDED(mu_);
 
-  // What the next StartGeneration, OpenSession or LoadAdapter answers in the place of its result. Once.
+  // What the next StartGeneration, OpenSession, LoadAdapter or MeasureAdapter answers in the place of its result. Once.
   void RefuseNext(absl::Status why) ABSL_LOCKS_EXCLUDED(mu_);
   // From now on Health is `why`, and work fails with it.
   void Break(absl::Status why) ABSL_LOCKS_EXCLUDED(mu_);
@@ -45,12 +45,16 @@ class FakeEngine final : public Engine {
   // The last that StartGeneration got, refused or not.
   std::optional<GenerationSpec> last_generation() const ABSL_LOCKS_EXCLUDED(mu_);
   std::optional<EvaluationSpec> last_evaluation() const ABSL_LOCKS_EXCLUDED(mu_);
+  // The last that LoadAdapter or MeasureAdapter got.
+  std::optional<StackEntry> last_adapter() const ABSL_LOCKS_EXCLUDED(mu_);
 
   // Engine.
   absl::StatusOr<std::unique_ptr<Generation>> StartGeneration(GenerationSpec spec) override;
   absl::StatusOr<std::unique_ptr<Session>> OpenSession(Conditions conditions, std::vector<std::pair<float, float>> announced,
                                                        const CancellationToken& cancel) override;
-  absl::StatusOr<ResolvedAdapter> LoadAdapter(const std::string& name, const std::string& digest) override;
+  absl::StatusOr<ResolvedAdapter> LoadAdapter(const StackEntry& entry) override;
+  // Relative strength 0.25, all of one module.
+  absl::StatusOr<AdapterMeasure> MeasureAdapter(const StackEntry& entry) override;
   // NOT_FOUND / UNKNOWN_ADAPTER where LoadAdapter has not loaded it; else 100 bytes.
   absl::StatusOr<ByteCount> UnloadAdapter(const std::string& digest) override;
   const ModelInfo& model() const override { return model_; }
@@ -81,6 +85,7 @@ class FakeEngine final : public Engine {
   std::vector<ResolvedAdapter> resident_ ABSL_GUARDED_BY(mu_);
   std::optional<GenerationSpec> last_generation_ ABSL_GUARDED_BY(mu_);
   std::optional<EvaluationSpec> last_evaluation_ ABSL_GUARDED_BY(mu_);
+  std::optional<StackEntry> last_adapter_ ABSL_GUARDED_BY(mu_);
 };
 
 }  // namespace h3::testing

@@ -7,7 +7,6 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 
-#include "absl/strings/str_split.h"
 #include "client/cli/app.h"
 #include "client/cli/evaluate_command.h"
 #include "client/cli/exit_code.h"
@@ -15,7 +14,7 @@
 #include "client/cli/generate_view.h"
 #include "client/cli/operations_command.h"
 #include "tests/testing/golden.h"
-#include "tests/unit/client/fake_server.h"
+#include "tests/unit/client/command_test.h"
 
 namespace h3::ctl {
 namespace {
@@ -23,7 +22,6 @@ namespace {
 namespace fs = std::filesystem;
 using ::h3::testing::AnnounceVector;
 using ::h3::testing::EvaluateStream;
-using ::h3::testing::FakeServer;
 using ::h3::testing::GenerateStream;
 using ::h3::testing::GoldenPath;
 using ::h3::testing::ServeGoodRun;
@@ -34,37 +32,7 @@ using Json = nlohmann::json;
 
 const std::string kVideo("\x00\x00\x80\x3f\x00\x00\x00\x40", 8), kAudio("\x00\x00\x40\x40", 4);
 
-class CommandsTest : public ::testing::Test {
- protected:
-  CommandsTest() : client_(server_.Connect()) {
-    std::string pattern = (fs::temp_directory_path() / "h3ctl-test-XXXXXX").string();
-    folder_ = mkdtemp(pattern.data());
-  }
-  ~CommandsTest() override { fs::remove_all(folder_); }
-
-  std::string Output() const { return (folder_ / "out.safetensors").string(); }
-
-  // Parses and runs a command line as main does.
-  absl::Status Run(std::vector<const char*> args) {
-    args.insert(args.begin(), "h3ctl");
-    const auto invocation = ParseCommandLine(static_cast<int>(args.size()), args.data());
-    if (!invocation.ok()) return invocation.status();
-    Context context = {.client = *client_, .interrupt = interrupt_, .out = out_, .json = invocation->json};
-    return invocation->run(context);
-  }
-
-  std::vector<Json> Lines() const {
-    std::vector<Json> lines;
-    for (const auto line : absl::StrSplit(out_.str(), '\n', absl::SkipEmpty())) lines.push_back(Json::parse(line));
-    return lines;
-  }
-
-  FakeServer server_;
-  const std::unique_ptr<client::Client> client_;
-  client::Canceller interrupt_;
-  std::ostringstream out_;
-  fs::path folder_;
-};
+class CommandsTest : public testing::CommandTest {};
 
 TEST_F(CommandsTest, GenerateWritesTheResultAndOneJsonObjectPerEvent) {
   server_.on_generate = [](grpc::ServerContext&, GenerateStream& stream) { return ServeGoodRun(stream, kVideo, kAudio); };
@@ -160,7 +128,9 @@ TEST_F(CommandsTest, EvaluateAsksForTheFilesPointAndWritesTheVelocities) {
     header = request.header();
     response.mutable_accepted();
     stream.Write(response);
-    response.mutable_ready();
+    auto& ready = *response.mutable_ready()->add_stack();
+    ready.set_adapter("style");
+    ready.add_auto_strength_ratios()->set_ratio(0.5);
     stream.Write(response);
     while (stream.Read(&request)) {
       if (request.has_evaluation()) evaluation = request.evaluation();
@@ -183,6 +153,37 @@ TEST_F(CommandsTest, EvaluateAsksForTheFilesPointAndWritesTheVelocities) {
   EXPECT_EQ(evaluation.tensors(0).name(), "target_audio_rows");
   EXPECT_EQ(evaluation.tensors(1).name(), "target_video");
   EXPECT_EQ(testing::ReadTensors(output).at("video").data, kVideo);
+  std::vector<std::string> events;
+  for (const Json& line : Lines()) events.push_back(line["event"]);
+  EXPECT_THAT(events, ElementsAre("accepted", "ready", "completed"));
+  EXPECT_EQ(Lines()[1]["stack"][0]["auto_strength_ratios"][0]["ratio"], 0.5);
+}
+
+TEST_F(CommandsTest, APresetStandsForTheStack) {
+  v1::GenerateHeader header;
+  server_.on_generate = [&](grpc::ServerContext&, GenerateStream& stream) {
+    v1::GenerateRequest request;
+    stream.Read(&request);
+    header = request.header();
+    return ServeGoodRun(stream, kVideo, kAudio);
+  };
+  const std::string request = GoldenPath("inputs/t2va.safetensors"), output = Output();
+  const absl::Status status = Run({"generate", "--request", request.c_str(), "--preset", "anime", "--evaluations", "1",
+                                   "--seed", "7", "--output", output.c_str()});
+  ASSERT_TRUE(status.ok()) << status;
+  EXPECT_EQ(header.preset(), "anime");
+  EXPECT_EQ(header.stack_size(), 0);
+
+  v1::EvaluateHeader evaluate;
+  server_.on_evaluate = [&](grpc::ServerContext&, EvaluateStream& stream) {
+    v1::EvaluateRequest request;
+    stream.Read(&request);
+    evaluate = request.header();
+    return RefuseArgument("ENOUGH", "seen");
+  };
+  EXPECT_EQ(ReasonOf(Run({"evaluate", "--request", request.c_str(), "--preset", "anime", "--output", output.c_str()})),
+            "ENOUGH");
+  EXPECT_EQ(evaluate.preset(), "anime");
 }
 
 TEST_F(CommandsTest, EvaluateTakesItsPointFromTheFlagsBeforeTheFile) {
@@ -246,6 +247,16 @@ TEST(CommandLineTest, MistakesAreWrongUsage) {
   EXPECT_EQ(usage({"generate", "--request", "r", "--output", "o", "--evaluations", "1", "--schedule", "cosine"}), 2);
   EXPECT_EQ(usage({"adapters"}), 2);
   EXPECT_EQ(usage({"adapters", "load"}), 2);
+  for (const char* command : {"generate", "evaluate"}) {
+    EXPECT_EQ(usage({command, "--request", "r", "--output", "o", "--preset", "anime"}), 0);
+    EXPECT_EQ(usage({command, "--request", "r", "--output", "o", "--preset", "anime", "--lora", "style=1"}), 2) << command;
+  }
+  EXPECT_EQ(usage({"adapters", "check"}), 2);
+  EXPECT_EQ(usage({"adapters", "upload", "style"}), 2);
+  EXPECT_EQ(usage({"adapters", "set", "style", "--qkv-layout", "mixed"}), 2);
+  EXPECT_EQ(usage({"presets"}), 2);
+  EXPECT_EQ(usage({"presets", "set", "anime"}), 2);
+  EXPECT_EQ(usage({"presets", "set", "anime", "--lora", "style=1", "--expected-revision", "-1"}), 2);
   EXPECT_EQ(usage({"status"}), 0);
 }
 
@@ -276,6 +287,17 @@ TEST(ProgressLineTest, ShowsQueueThenStepsAndTimeLeft) {
   EXPECT_EQ(ProgressLine(progress), "[==============================]  8/8  100 %");
   progress.set_step(9);  // A server's mistake must not break the line.
   EXPECT_THAT(ProgressLine(progress), HasSubstr("8/8"));
+}
+
+TEST(RatiosTextTest, ShowsLeastMedianAndMostOfEachLevelledAdapter) {
+  v1::Completed completed;
+  completed.add_stack()->set_adapter("turbo");
+  v1::ResolvedAdapter& style = *completed.add_stack();
+  style.set_adapter("style");
+  for (const double ratio : {1.5, 0.3, 0.98, 0.9, 1.2}) style.add_auto_strength_ratios()->set_ratio(ratio);
+  EXPECT_EQ(RatiosText(completed.stack()), "auto-strength of style: x 0.3 / 0.98 / 1.5 (least, median, most of 5 modules)\n");
+  style.clear_auto_strength_ratios();
+  EXPECT_EQ(RatiosText(completed.stack()), "");
 }
 
 TEST(MemoryTextTest, ShowsEveryOwnerAndTheirSum) {

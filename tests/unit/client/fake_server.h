@@ -1,7 +1,8 @@
-// A server in this process for the client's tests: real gRPC without a port. Each call does what the test says, on a thread of
-// gRPC's; a call that the test says nothing about is refused as UNIMPLEMENTED.
+// A server in this process for the client's tests: real gRPC without a port, or over a socket. Each call does what the test
+// says, on a thread of gRPC's; a call that the test says nothing about is refused as UNIMPLEMENTED.
 #pragma once
 
+#include <grpcpp/security/server_credentials.h>
 #include <grpcpp/server.h>
 #include <grpcpp/server_builder.h>
 
@@ -14,6 +15,7 @@
 #include "h3/v1/adapters.grpc.pb.h"
 #include "h3/v1/generation.grpc.pb.h"
 #include "h3/v1/operations.grpc.pb.h"
+#include "h3/v1/presets.grpc.pb.h"
 #include "proto/support/status.h"
 #include "proto/support/tensor_stream.h"
 
@@ -22,10 +24,15 @@ namespace h3::testing {
 using GenerateStream = grpc::ServerReaderWriter<v1::GenerateResponse, v1::GenerateRequest>;
 using EvaluateStream = grpc::ServerReaderWriter<v1::EvaluateResponse, v1::EvaluateRequest>;
 
-class FakeServer final : v1::Generation::Service, v1::Operations::Service, v1::Adapters::Service {
+using UploadReader = grpc::ServerReader<v1::UploadAdapterRequest>;
+
+class FakeServer final : v1::Generation::Service, v1::Operations::Service, v1::Adapters::Service, v1::Presets::Service {
  public:
-  FakeServer() {
+  // `listen`: "unix:PATH", for tests of what only a real transport does; empty: in process.
+  explicit FakeServer(const std::string& listen = "") {
     grpc::ServerBuilder builder;
+    if (!listen.empty()) builder.AddListeningPort(listen, grpc::InsecureServerCredentials());
+    builder.RegisterService(static_cast<v1::Presets::Service*>(this));
     builder.RegisterService(static_cast<v1::Generation::Service*>(this));
     builder.RegisterService(static_cast<v1::Operations::Service*>(this));
     builder.RegisterService(static_cast<v1::Adapters::Service*>(this));
@@ -41,7 +48,15 @@ class FakeServer final : v1::Generation::Service, v1::Operations::Service, v1::A
   std::function<absl::Status(grpc::ServerContext&, GenerateStream&)> on_generate;
   std::function<absl::Status(grpc::ServerContext&, EvaluateStream&)> on_evaluate;
   std::function<absl::Status(grpc::ServerContext&, grpc::ServerWriter<v1::WatchMemoryResponse>&)> on_watch;
+  std::function<absl::Status(const v1::ListAdaptersRequest&, v1::ListAdaptersResponse&)> on_list;
   std::function<absl::Status(const v1::UnloadAdapterRequest&, v1::UnloadAdapterResponse&)> on_unload;
+  std::function<absl::Status(const v1::CheckAdapterRequest&, v1::CheckAdapterResponse&)> on_check;
+  std::function<absl::Status(grpc::ServerContext&, UploadReader&, v1::UploadAdapterResponse&)> on_upload;
+  std::function<absl::Status(const v1::SetAdapterRequest&, v1::SetAdapterResponse&)> on_set;
+  std::function<absl::Status(const v1::SetPresetRequest&, v1::SetPresetResponse&)> on_set_preset;
+  std::function<absl::Status(const v1::GetPresetRequest&, v1::GetPresetResponse&)> on_get_preset;
+  std::function<absl::Status(const v1::ListPresetsRequest&, v1::ListPresetsResponse&)> on_list_presets;
+  std::function<absl::Status(const v1::RemovePresetRequest&, v1::RemovePresetResponse&)> on_remove_preset;
 
  private:
   template <typename Handler, typename... Args>
@@ -62,6 +77,35 @@ class FakeServer final : v1::Generation::Service, v1::Operations::Service, v1::A
   grpc::Status UnloadAdapter(grpc::ServerContext*, const v1::UnloadAdapterRequest* request,
                              v1::UnloadAdapterResponse* response) override {
     return Run(on_unload, *request, *response);
+  }
+  grpc::Status ListAdapters(grpc::ServerContext*, const v1::ListAdaptersRequest* request,
+                            v1::ListAdaptersResponse* response) override {
+    return Run(on_list, *request, *response);
+  }
+  grpc::Status CheckAdapter(grpc::ServerContext*, const v1::CheckAdapterRequest* request,
+                            v1::CheckAdapterResponse* response) override {
+    return Run(on_check, *request, *response);
+  }
+  grpc::Status UploadAdapter(grpc::ServerContext* context, UploadReader* reader, v1::UploadAdapterResponse* response) override {
+    return Run(on_upload, *context, *reader, *response);
+  }
+  grpc::Status SetAdapter(grpc::ServerContext*, const v1::SetAdapterRequest* request,
+                          v1::SetAdapterResponse* response) override {
+    return Run(on_set, *request, *response);
+  }
+  grpc::Status SetPreset(grpc::ServerContext*, const v1::SetPresetRequest* request, v1::SetPresetResponse* response) override {
+    return Run(on_set_preset, *request, *response);
+  }
+  grpc::Status GetPreset(grpc::ServerContext*, const v1::GetPresetRequest* request, v1::GetPresetResponse* response) override {
+    return Run(on_get_preset, *request, *response);
+  }
+  grpc::Status ListPresets(grpc::ServerContext*, const v1::ListPresetsRequest* request,
+                           v1::ListPresetsResponse* response) override {
+    return Run(on_list_presets, *request, *response);
+  }
+  grpc::Status RemovePreset(grpc::ServerContext*, const v1::RemovePresetRequest* request,
+                            v1::RemovePresetResponse* response) override {
+    return Run(on_remove_preset, *request, *response);
   }
 
   std::unique_ptr<grpc::Server> server_;

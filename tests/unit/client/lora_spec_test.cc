@@ -51,6 +51,28 @@ TEST(LoraSpecTest, ANameMayHoldEqualsSignsAndCommas) {
   EXPECT_EQ(Parsed("sha256:abc=2").adapter(), "sha256:abc");
 }
 
+TEST(LoraSpecTest, FormattedEntriesParseToThemselves) {
+  for (const char* spec :
+       {"style=1", "motion/slow=-0.5", "a=b=1e-07", "style,v2=0.1,audio=0", "sha256:abc=2,apply=bypass", "style=1e+30",
+        "style=0.30000000000000004,video=1,text=0.5,audio=0,per-evaluation=1:0.5:0,auto-strength=0.25:2,alpha=0.1,"
+        "leave-out=adaln,apply=materialized"}) {
+    const v1::StackEntry entry = Parsed(spec);
+    EXPECT_EQ(FormatLoraSpec(entry), spec);
+    EXPECT_EQ(Parsed(FormatLoraSpec(entry)).SerializeAsString(), entry.SerializeAsString()) << spec;
+  }
+}
+
+TEST(LoraSpecTest, FormattingFillsInBoundsAndLeavesOutWhatASpecCannotSay) {
+  v1::StackEntry entry;
+  entry.set_adapter("style");
+  entry.set_strength(0.8);
+  entry.set_digest("abc");
+  entry.mutable_factors();
+  entry.mutable_auto_strength()->set_ceiling(2);
+  entry.mutable_settings()->set_alpha(8);
+  EXPECT_EQ(FormatLoraSpec(entry), "style=0.8,auto-strength=0.3:2");
+}
+
 TEST(LoraSpecTest, WhichNumbersAreAllowedIsForTheServerToSay) {
   EXPECT_TRUE(std::isnan(Parsed("style=nan").strength()));
   EXPECT_EQ(Parsed("style=1e30").strength(), 1e30);

@@ -71,14 +71,14 @@ std::vector<HostTensor> With(std::vector<HostTensor> tensors, std::vector<HostTe
 }
 
 std::string ReasonFor(const std::vector<HostTensor>& tensors, const IntakeOptions& options = {},
-                      const std::map<std::string, std::string>& metadata = {}) {
-  return ReasonOf(Read(BuildSafetensors(tensors, metadata), Full(), options).status());
+                      const std::map<std::string, std::string>& metadata = {}, const Geometry& geometry = Full()) {
+  return ReasonOf(Read(BuildSafetensors(tensors, metadata), geometry, options).status());
 }
 
 // The only term of a file.
 AdapterTerm OnlyTerm(const std::vector<HostTensor>& tensors, const IntakeOptions& options = {},
-                     const std::map<std::string, std::string>& metadata = {}) {
-  const auto manifest = Read(BuildSafetensors(tensors, metadata), Full(), options);
+                     const std::map<std::string, std::string>& metadata = {}, const Geometry& geometry = Full()) {
+  const auto manifest = Read(BuildSafetensors(tensors, metadata), geometry, options);
   EXPECT_TRUE(manifest.ok()) << manifest.status();
   if (!manifest.ok()) return {};
   EXPECT_EQ(manifest->terms.size(), 1u);
@@ -161,13 +161,13 @@ TEST(AdapterScaleTest, AnAlphaOfZeroSilencesTheAdapter) {
 }
 
 TEST(AdapterScaleTest, PeftConfigGivesAlphaPatternsAndRootRank) {
-  const AdapterTerm plain = OnlyTerm(QkvPair(), {.peft_config = R"({"r": 4, "lora_alpha": 8})"});
+  const AdapterTerm plain = OnlyTerm(QkvPair(), {.settings = {.peft_config = R"({"r": 4, "lora_alpha": 8})"}});
   EXPECT_EQ(plain.scale, 2);
   EXPECT_EQ(plain.scale_source, "adapter_config.json");
-  const AdapterTerm root = OnlyTerm(QkvPair(), {.peft_config = R"({"r": 4, "lora_alpha": 8, "use_rslora": true})"});
+  const AdapterTerm root = OnlyTerm(QkvPair(), {.settings = {.peft_config = R"({"r": 4, "lora_alpha": 8, "use_rslora": true})"}});
   EXPECT_TRUE(root.root_rank);
   EXPECT_EQ(root.scale, 8 / std::sqrt(4.0));
-  EXPECT_EQ(OnlyTerm(QkvPair(), {.peft_config = R"({"r": 4, "lora_alpha": 8, "alpha_pattern": {"qkv_proj": 2}})"}).scale, 0.5);
+  EXPECT_EQ(OnlyTerm(QkvPair(), {.settings = {.peft_config = R"({"r": 4, "lora_alpha": 8, "alpha_pattern": {"qkv_proj": 2}})"}}).scale, 0.5);
 }
 
 TEST(AdapterScaleTest, MetadataCountForTheirOwnComponentOnly) {
@@ -184,8 +184,8 @@ TEST(AdapterScaleTest, RefusesWhatContradictsItselfOrIsNoNumber) {
   }
   EXPECT_EQ(ReasonFor(QkvPair(), {}, {{"alpha", "8"}, {"rank", "0"}}), reason::kBadScale);
   EXPECT_EQ(ReasonFor(QkvPair(), {}, {{"alpha", "8"}, {"rank", "64"}}), reason::kBadScale);
-  EXPECT_EQ(ReasonFor(QkvPair(), {.peft_config = "[]"}), reason::kBadScale);
-  EXPECT_EQ(ReasonFor(QkvPair(), {.peft_config = R"({"lora_alpha": 4})"}, {{"alpha", "8"}}), reason::kBadScale);
+  EXPECT_EQ(ReasonFor(QkvPair(), {.settings = {.peft_config = "[]"}}), reason::kBadScale);
+  EXPECT_EQ(ReasonFor(QkvPair(), {.settings = {.peft_config = R"({"lora_alpha": 4})"}}, {{"alpha", "8"}}), reason::kBadScale);
 }
 
 TEST(AdapterScaleTest, RefusesAlphaTensorsThatAreNotOneNumber) {
@@ -215,8 +215,8 @@ TEST(AdapterNamesTest, HalvesOfFc1AreSwappedWhereTheTrainerStoresThemSo) {
   EXPECT_EQ(OnlyTerm(diffusers).row_map, RowMap::kSwapHalves);
   EXPECT_EQ(SiteName(OnlyTerm(diffusers)), "blocks.0.mlp.fc1");
   EXPECT_EQ(OnlyTerm(reference).row_map, RowMap::kIdentity);
-  EXPECT_EQ(OnlyTerm(diffusers, {.fc1_gate_first = true}).row_map, RowMap::kIdentity);
-  EXPECT_EQ(OnlyTerm(reference, {.fc1_gate_first = false}).row_map, RowMap::kSwapHalves);
+  EXPECT_EQ(OnlyTerm(diffusers, {.settings = {.fc1_gate_first = true}}).row_map, RowMap::kIdentity);
+  EXPECT_EQ(OnlyTerm(reference, {.settings = {.fc1_gate_first = false}}).row_map, RowMap::kSwapHalves);
   EXPECT_EQ(OnlyTerm(reference, {}, {{"gate_first", "false"}}).row_map, RowMap::kSwapHalves);
 }
 
@@ -227,8 +227,8 @@ TEST(AdapterNamesTest, DiffSynthStoresQkvByHead) {
                                              Zeros(module + ".lora_B.default.weight", {out, kRank})};
   EXPECT_EQ(OnlyTerm(diffsynth).row_map, RowMap::kDeinterleave);
   EXPECT_EQ(OnlyTerm(QkvPair()).row_map, RowMap::kIdentity);
-  EXPECT_EQ(OnlyTerm(diffsynth, {.qkv_layout = QkvLayout::kStacked}).row_map, RowMap::kIdentity);
-  EXPECT_EQ(OnlyTerm(QkvPair(), {.qkv_layout = QkvLayout::kInterleaved}).row_map, RowMap::kDeinterleave);
+  EXPECT_EQ(OnlyTerm(diffsynth, {.settings = {.qkv_layout = QkvLayout::kStacked}}).row_map, RowMap::kIdentity);
+  EXPECT_EQ(OnlyTerm(QkvPair(), {.settings = {.qkv_layout = QkvLayout::kInterleaved}}).row_map, RowMap::kDeinterleave);
 }
 
 TEST(AdapterNamesTest, TwoNamesOfOneModuleAreAmbiguous) {
@@ -308,7 +308,7 @@ TEST(PrunedAdapterTest, AdalnPairsOfTheFullWidthNeedTheGrid) {
   ASSERT_TRUE(through.ok()) << through.status();
   EXPECT_EQ(through->terms.size(), 29u);
   int on_grid = 0;
-  for (const AdapterTerm& term : through->terms) on_grid += term.through_grid;
+  for (const AdapterTerm& term : through->terms) on_grid += term.features == AdalnFeatures::kGrid;
   EXPECT_EQ(on_grid, 5);  // Four blocks and the final layer.
 
   const auto other = ReadGolden("lora/turbo_comfy", Pruned(), {.base_has_grid = true, .grid_width = 12});
@@ -316,7 +316,9 @@ TEST(PrunedAdapterTest, AdalnPairsOfTheFullWidthNeedTheGrid) {
 }
 
 TEST(PrunedAdapterTest, LeaveOutDropsTheAdalnPairsAndSaysSo) {
-  const auto manifest = ReadGolden("lora/turbo_comfy", Pruned(), {.leave_out = {"adaln"}});
+  IntakeOptions options;
+  options.leave_out = {"adaln"};
+  const auto manifest = ReadGolden("lora/turbo_comfy", Pruned(), options);
   ASSERT_TRUE(manifest.ok()) << manifest.status();
   EXPECT_EQ(manifest->terms.size(), 24u);
   EXPECT_THAT(manifest->left_out, ::testing::SizeIs(5));
@@ -339,6 +341,45 @@ TEST(PrunedAdapterTest, ACurveIsCompleteOrRefused) {
   for (const auto& tensors : {With(QkvPair(), table), With(QkvPair(), one), With(With(QkvPair(), table), one)}) {
     EXPECT_EQ(ReasonOf(Read(BuildSafetensors(tensors), Pruned()).status()), reason::kIncompleteCurve);
   }
+}
+
+// The coordinates of a pruned table are arbitrary up to a linear change: a pair in them means something only with its own table.
+TEST(PrunedAdapterTest, PairsInTableCoordinatesNeedTheirOwnTable) {
+  const Geometry pruned = Pruned();
+  const std::string module = "blocks.0.adaln_proj.linear";
+  const int64_t out = 18 * pruned.hidden, width = pruned.adaln_width;
+  const std::vector<HostTensor> pair = {Zeros(module + ".lora_A.weight", {2, width}), Zeros(module + ".lora_B.weight", {out, 2})};
+  EXPECT_EQ(ReasonFor(pair, {}, {}, pruned), reason::kBaseMismatch);
+  const std::vector<HostTensor> proven = With(pair, {Zeros("diffusion_model.adaln_t_table", {17, width})});
+  for (const Geometry& base : {pruned, Full()}) {
+    EXPECT_EQ(OnlyTerm(proven, {}, {}, base).features, AdalnFeatures::kOwnTable);
+  }
+  // Any width and grid length; a LoKr too.
+  const std::vector<HostTensor> wider = {Zeros(module + ".lora_A.weight", {2, 9}), Zeros(module + ".lora_B.weight", {out, 2}),
+                                         Zeros("adaln_t_table", {5, 9})};
+  EXPECT_EQ(OnlyTerm(wider, {}, {}, pruned).features, AdalnFeatures::kOwnTable);
+  const std::vector<HostTensor> lokr = {Zeros(module + ".lokr_w1", {2, 2}), Zeros(module + ".lokr_w2", {out / 2, width / 2})};
+  EXPECT_EQ(ReasonFor(lokr, {}, {}, pruned), reason::kBaseMismatch);
+  EXPECT_EQ(OnlyTerm(With(lokr, {Zeros("adaln_t_table", {17, width})}), {}, {}, pruned).features, AdalnFeatures::kOwnTable);
+}
+
+TEST(AdapterSettingsTest, ComeAfterTheRequestAndBeforeTheFile) {
+  const std::map<std::string, std::string> metadata = {{"alpha", "8"}};
+  AdapterTerm term = OnlyTerm(QkvPair(), {.settings = {.alpha = 2.0}}, metadata);
+  EXPECT_EQ(term.scale, 0.5);
+  EXPECT_EQ(term.scale_source, "adapter settings");
+  term = OnlyTerm(QkvPair(), {.settings = {.alpha = 2.0}, .alpha = 16.0}, metadata);
+  EXPECT_EQ(term.scale, 4);
+  EXPECT_EQ(term.scale_source, "request");
+  EXPECT_EQ(ReasonFor(QkvPair(), {.base_partition = Partition::kFl2va, .settings = {.partition = Partition::kRef2va}}),
+            reason::kBaseMismatch);
+}
+
+TEST(DifferenceTest, IsTakenOnlyByAMergedCopy) {
+  const HostTensor difference = Zeros(std::string(kModule) + ".diff", {3 * Full().inner(), Full().hidden});
+  EXPECT_EQ(ReasonFor({difference}), reason::kUnsupportedAdapterType);
+  EXPECT_TRUE(OnlyTerm({difference}, {.materialized = true}).difference.has_value());
+  EXPECT_EQ(ReasonFor({Zeros(std::string(kModule) + ".diff", {3, Full().hidden})}, {.materialized = true}), reason::kShapeMismatch);
 }
 
 TEST(SummariseScalesTest, CountsModulesOfOneKindAndScale) {

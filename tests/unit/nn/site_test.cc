@@ -198,8 +198,8 @@ TEST(DenseLinearTest, PiecesStackOnTheRowAxis) {
   const DenseLinear one({whole}, {}), three({whole.narrow(0, 0, 4), whole.narrow(0, 4, 16), whole.narrow(0, 20, 10)}, {});
   EXPECT_TRUE(three.Rows(2, 20).equal(whole.narrow(0, 2, 20)));
   at::Tensor a = at::zeros({5, 30}, at::kFloat), b = at::zeros({5, 30}, at::kFloat);
-  one.Multiply(x, a);
-  three.Multiply(x, b);
+  one.Multiply(x, 0, one.out(), a);
+  three.Multiply(x, 0, three.out(), b);
   EXPECT_LE(RelativeError(b, a.to(at::kDouble)), 1e-6);
 }
 

@@ -48,7 +48,9 @@ class AdapterRegistryTest : public ::testing::Test {
 
   const testing::TemporaryDirectory directory_;
   BaseFacts base_;
-  AdapterRegistry registry_{(directory_.path() / "adapters").string()};
+  const std::unique_ptr<StateStore> state_ = *StateStore::Open((directory_.path() / "state.sqlite").string());
+  ContentStore content_ = *ContentStore::Create((directory_.path() / "blobs").string());
+  AdapterRegistry registry_{(directory_.path() / "adapters").string(), content_, *state_};
 };
 
 TEST_F(AdapterRegistryTest, ANameIsResolvedToItsContent) {
@@ -75,7 +77,7 @@ TEST_F(AdapterRegistryTest, AReplacedFileIsAnotherAdapter) {
   EXPECT_NE(resolved->digest, before);
   EXPECT_EQ(resolved->digest, Sha256Hex(AdapterOfRank(2)));
   EXPECT_EQ(resolved->scales.at(0).rank, 2);
-  EXPECT_EQ(registry_.NameOf(before), "");
+  EXPECT_EQ(registry_.NameOf(before), absl::StrCat("sha256:", before));
   EXPECT_EQ(Resolve({.adapter = absl::StrCat("sha256:", before)}).status().code(), absl::StatusCode::kNotFound);
 }
 
@@ -99,7 +101,7 @@ TEST_F(AdapterRegistryTest, APinnedDigestMustBeThatOfTheFile) {
   EXPECT_TRUE(Resolve({.adapter = "style", .digest = Sha256Hex(AdapterOfRank(4))}).ok());
   const auto refused = Resolve({.adapter = "style", .digest = Sha256Hex(AdapterOfRank(2))}, 3);
   EXPECT_EQ(refused.status().code(), absl::StatusCode::kFailedPrecondition);
-  EXPECT_EQ(ReasonOf(refused.status()), reason::kBaseMismatch);
+  EXPECT_EQ(ReasonOf(refused.status()), reason::kAdapterChanged);
   EXPECT_EQ(DetailsOf(refused.status()).at("field"), "stack[3]");
 }
 
@@ -155,9 +157,100 @@ TEST_F(AdapterRegistryTest, ListsWhatCanBeNamed) {
 }
 
 TEST_F(AdapterRegistryTest, ListsNothingOfAnAbsentDirectory) {
-  AdapterRegistry registry((directory_.path() / "absent").string());
+  AdapterRegistry registry((directory_.path() / "absent").string(), content_, *state_);
   const auto listed = registry.List();
   EXPECT_TRUE(!listed.ok() || listed->empty());
+}
+
+// Uploads `content` under its digest.
+std::string Put(ContentStore& store, const std::string& content) {
+  const std::string digest = Sha256Hex(content);
+  auto incoming = store.Begin(digest, static_cast<int64_t>(content.size()));
+  EXPECT_TRUE(incoming.ok()) << incoming.status();
+  EXPECT_TRUE((*incoming)->Append(content).ok());
+  EXPECT_TRUE((*incoming)->Commit().ok());
+  return digest;
+}
+
+TEST_F(AdapterRegistryTest, AnUploadIsAnAdapterUnderItsName) {
+  const std::string digest = Put(content_, AdapterOfRank(4));
+  EXPECT_EQ(registry_.NameUpload("mine", digest).value(), "");
+  const auto found = registry_.Find("mine");
+  ASSERT_TRUE(found.ok()) << found.status();
+  EXPECT_EQ(found->digest, digest);
+  EXPECT_TRUE(found->uploaded);
+  EXPECT_TRUE(Resolve({.adapter = "mine"}).ok());
+  ASSERT_TRUE(registry_.List().ok());
+  EXPECT_EQ(registry_.List()->at(0).name, "mine");
+
+  // Another registry over the same state knows it too, and a new upload takes the name.
+  AdapterRegistry later(adapters().string(), content_, *state_);
+  EXPECT_EQ(later.Digest("mine").value(), digest);
+  const std::string second = Put(content_, AdapterOfRank(2));
+  EXPECT_EQ(registry_.NameUpload("mine", second).value(), digest);
+  EXPECT_EQ(registry_.Digest("mine").value(), second);
+  EXPECT_TRUE(Resolve({.adapter = absl::StrCat("sha256:", digest)}).ok());  // Who was promised the first still gets it,
+  ASSERT_TRUE(registry_.ForgetAllUnnamed().ok());                           // until nobody can wait for it.
+  EXPECT_FALSE(content_.Has(digest));
+  EXPECT_TRUE(content_.Has(second));
+}
+
+TEST_F(AdapterRegistryTest, UploadsNeverTakeTheNameOfAFile) {
+  Install("style", AdapterOfRank(4));
+  EXPECT_EQ(ReasonOf(registry_.CheckUploadName("style")), reason::kNameTaken);
+  for (const char* name : {"../style", "/style", "a//b", "", "sha256:00", "a\\b"}) {
+    EXPECT_EQ(ReasonOf(registry_.CheckUploadName(name)), reason::kUnknownAdapter) << name;
+  }
+}
+
+TEST_F(AdapterRegistryTest, SettingsBelongToTheContent) {
+  Install("style", AdapterOfRank(4));
+  const std::string digest = registry_.Digest("style").value();
+  ASSERT_TRUE(registry_.SetSettings(digest, {.alpha = 2.0, .qkv_layout = QkvLayout::kInterleaved, .fc1_gate_first = false}).ok());
+  AdapterRegistry later(adapters().string(), content_, *state_);
+  const auto resolved = later.Resolve({.adapter = "style"}, 0, base_);
+  ASSERT_TRUE(resolved.ok()) << resolved.status();
+  EXPECT_EQ(resolved->scales.at(0).scale, 0.5);
+  EXPECT_EQ(resolved->scales.at(0).source, "adapter settings");
+  EXPECT_EQ(resolved->settings, (AdapterSettings{.alpha = 2.0, .qkv_layout = QkvLayout::kInterleaved, .fc1_gate_first = false}));
+
+  Install("style", AdapterOfRank(2));  // Another file of that name: nothing is known about it.
+  EXPECT_EQ(Resolve({.adapter = "style"})->scales.at(0).scale, 1);
+  ASSERT_TRUE(registry_.SetSettings(digest, {}).ok());
+  Install("style", AdapterOfRank(4));
+  EXPECT_EQ(Resolve({.adapter = "style"})->scales.at(0).scale, 1);
+}
+
+// What PEFT's save_pretrained leaves: the scale is in the config.
+TEST_F(AdapterRegistryTest, APeftDirectoryIsOneAdapter) {
+  Install("tuned/adapter_model", AdapterOfRank(4));
+  directory_.Write("adapters/tuned/adapter_config.json", R"({"r": 4, "lora_alpha": 8})");
+  for (const char* name : {"tuned", "tuned/adapter_model"}) {
+    const auto resolved = Resolve({.adapter = name});
+    ASSERT_TRUE(resolved.ok()) << resolved.status();
+    EXPECT_EQ(resolved->scales.at(0).scale, 2) << name;
+    EXPECT_EQ(resolved->scales.at(0).source, "adapter_config.json");
+  }
+  ASSERT_EQ(registry_.List()->size(), 1u);
+  EXPECT_EQ(registry_.List()->at(0).name, "tuned");
+  // The config is read again when it changes, though the weights are the same.
+  directory_.Write("adapters/tuned/adapter_config.json", R"({"r": 4, "lora_alpha": 4})");
+  EXPECT_EQ(Resolve({.adapter = "tuned"})->scales.at(0).scale, 1);
+}
+
+TEST_F(AdapterRegistryTest, AReportSaysWhatTheHeaderTells) {
+  Install("style", BuildSafetensors({Zeros("blocks.0.attn.out_proj.lora_A.weight", {4, 96}), Zeros("blocks.0.attn.out_proj.lora_B.weight", {64, 4})},
+                                    {{"software", R"({"name": "ai-toolkit", "version": "0.7"})"}, {"num_inference_steps", "4"},
+                                     {"video_shift", "12"}, {"ss_steps", "4000"}}));
+  const auto report = registry_.Report("style", base_);
+  ASSERT_TRUE(report.ok()) << report.status();
+  ASSERT_TRUE(report->manifest.ok());
+  EXPECT_EQ(report->producer, "ai-toolkit 0.7");
+  EXPECT_EQ(report->schedule_hints, (std::map<std::string, std::string>{{"num_inference_steps", "4"}, {"video_shift", "12"}}));
+  // rank (in + out) over four blocks of (288 x 64) + (64 x 96) + (224 x 64) + (64 x 112).
+  EXPECT_NEAR(report->arithmetic_percent, 100.0 * 4 * (96 + 64) / (4.0 * 64 * (288 + 96 + 224 + 112)), 1e-9);
+  Install("bad", BuildSafetensors({Zeros("blocks.0.attn.out_proj.lora_A.weight", {4, 95}), Zeros("blocks.0.attn.out_proj.lora_B.weight", {64, 4})}));
+  EXPECT_EQ(ReasonOf(registry_.Report("bad", base_)->manifest.status()), reason::kShapeMismatch);
 }
 
 }  // namespace

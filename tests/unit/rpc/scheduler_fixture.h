@@ -31,11 +31,12 @@ class SchedulerFixture : public ::testing::Test {
     core = &all.core;
     registry = &all.registry;
     grpc::ServerBuilder builder;
-    builder.RegisterService(&all.generation).RegisterService(&all.adapters).RegisterService(&all.operations);
+    builder.RegisterService(&all.generation).RegisterService(&all.adapters).RegisterService(&all.presets).RegisterService(&all.operations);
     server = builder.BuildAndStart();
     const auto channel = server->InProcessChannel(grpc::ChannelArguments());
     generation = v1::Generation::NewStub(channel);
     adapters = v1::Adapters::NewStub(channel);
+    presets = v1::Presets::NewStub(channel);
     operations = v1::Operations::NewStub(channel);
   }
   ~SchedulerFixture() override {
@@ -143,12 +144,16 @@ class SchedulerFixture : public ::testing::Test {
   }
 
   struct Kept {
-    explicit Kept(SchedulerOptions options) : core(std::move(options), metrics) {}
+    explicit Kept(SchedulerOptions options)
+        : core(std::move(options), metrics, *StateStore::Open((state.path() / "state.sqlite").string()),
+               *ContentStore::Create((state.path() / "blobs").string())) {}
+    testing::TemporaryDirectory state;
     prometheus::Registry registry;
     SchedulerMetrics metrics{registry};
     SchedulerCore core;
     GenerationService generation{core};
     AdaptersService adapters{core};
+    PresetsService presets{core};
     OperationsService operations{core};
   };
 
@@ -160,6 +165,7 @@ class SchedulerFixture : public ::testing::Test {
   std::unique_ptr<grpc::Server> server;
   std::unique_ptr<v1::Generation::Stub> generation;
   std::unique_ptr<v1::Adapters::Stub> adapters;
+  std::unique_ptr<v1::Presets::Stub> presets;
   std::unique_ptr<v1::Operations::Stub> operations;
 
  private:
