@@ -383,14 +383,17 @@ class Intake {
       for (const TensorInfo* t : {w, l, r}) {
         if (t == nullptr) continue;
         H3_RETURN_IF_ERROR(CheckFloat(*t));
-        if (t->shape.size() != 2) return BadShape(*t, "two dimensions");
+        if (t->shape.size() != 2 || t->shape[0] < 1 || t->shape[1] < 1) return BadShape(*t, "two dimensions of at least 1");
         manifest_.device_bytes += t->bytes;
         shown = t;
       }
+      // Sizes beyond int64 fit no module.
+      const auto grow = [&](int64_t more_rows, int64_t more_columns) {
+        if (__builtin_mul_overflow(rows, more_rows, &rows) || __builtin_mul_overflow(columns, more_columns, &columns)) rows = -1;
+      };
       if (w != nullptr && l == nullptr && r == nullptr) {
         into = *w;
-        rows *= w->shape[0];
-        columns *= w->shape[1];
+        grow(w->shape[0], w->shape[1]);
         return absl::OkStatus();
       }
       if (w != nullptr) return Bad(reason::kAmbiguousNames, *w, "given both whole and in two parts");
@@ -403,8 +406,7 @@ class Intake {
       rank = l->shape[1];
       into_a = *l;
       into_b = *r;
-      rows *= l->shape[0];
-      columns *= r->shape[1];
+      grow(l->shape[0], r->shape[1]);
       return absl::OkStatus();
     };
     H3_RETURN_IF_ERROR(factor(Part::kLokrW1, Part::kLokrW1A, Part::kLokrW1B, "w1", kronecker.w1, kronecker.w1_a, kronecker.w1_b));

@@ -44,10 +44,23 @@ absl::Status Agree(std::optional<double>& known, double value, absl::string_view
   return absl::OkStatus();
 }
 
-// PEFT matches a pattern against the end of a module name. RE2 takes time linear in the name, whatever the pattern.
-bool PatternMatches(const std::string& pattern, const std::string& module) {
-  const RE2 expression(absl::StrCat("(.*\\.)?(", pattern, ")"), RE2::Quiet);
-  return expression.ok() && RE2::FullMatch(module, expression);
+// More than any model has modules that could have a pattern each.
+constexpr size_t kMaxPatterns = 1024;
+
+// PEFT matches a pattern against the end of a module name. RE2 takes time linear in the name, whatever the pattern. Null where it is
+// no expression: then it matches nothing.
+absl::StatusOr<std::shared_ptr<const RE2>> Compile(const std::string& pattern, size_t known) {
+  if (known >= kMaxPatterns) return BadScale(absl::StrCat("more than ", kMaxPatterns, " patterns of alpha or rank"));
+  auto expression = std::make_shared<const RE2>(absl::StrCat("(.*\\.)?(", pattern, ")"), RE2::Quiet);
+  return expression->ok() ? expression : nullptr;
+}
+
+template <typename T>
+std::optional<T> FirstMatch(const std::vector<std::pair<std::shared_ptr<const RE2>, T>>& patterns, const std::string& module) {
+  for (const auto& [expression, value] : patterns) {
+    if (expression != nullptr && RE2::FullMatch(module, *expression)) return value;
+  }
+  return std::nullopt;
 }
 
 class Collector {
@@ -62,11 +75,10 @@ class Collector {
       name = name.substr(dot + 1);
     }
     const auto number = [&]() -> absl::StatusOr<double> {
-      if (value.is_number()) {
-        if (IsAlpha(value.get<double>())) return value.get<double>();
-        return BadScale(absl::StrCat(key, " = ", value.dump().substr(0, 32), " is not a finite number >= 0"));
-      }
-      return ParseAlpha(value.is_string() ? value.get<std::string>() : value.dump(), key);
+      if (value.is_string()) return ParseAlpha(value.get<std::string>(), key);
+      if (value.is_number() && IsAlpha(value.get<double>())) return value.get<double>();
+      // What it is instead is not shown: it may be nested without end.
+      return BadScale(absl::StrCat(key, " is not a finite number >= 0"), {{"key", std::string(key)}});
     };
     if (name == "alpha" || name == "lora_alpha" || name == "ss_network_alpha" || name == "network_alpha") {
       H3_ASSIGN_OR_RETURN(const double alpha, number());
@@ -80,11 +92,14 @@ class Collector {
     } else if (name == "alpha_pattern" && value.is_object()) {
       for (const auto& [pattern, alpha] : value.items()) {
         if (!alpha.is_number() || !IsAlpha(alpha.get<double>())) return BadScale(absl::StrCat("alpha_pattern of ", pattern, " is not a finite number >= 0"));
-        result_.alpha_pattern.emplace_back(pattern, alpha.get<double>());
+        H3_ASSIGN_OR_RETURN(auto expression, Compile(pattern, result_.alpha_pattern.size()));
+        result_.alpha_pattern.emplace_back(std::move(expression), alpha.get<double>());
       }
     } else if (name == "rank_pattern" && value.is_object()) {
       for (const auto& [pattern, rank] : value.items()) {
-        if (rank.is_number_integer()) result_.rank_pattern.emplace_back(pattern, rank.get<int64_t>());
+        if (!rank.is_number_integer()) continue;
+        H3_ASSIGN_OR_RETURN(auto expression, Compile(pattern, result_.rank_pattern.size()));
+        result_.rank_pattern.emplace_back(std::move(expression), rank.get<int64_t>());
       }
     }
     return absl::OkStatus();
@@ -131,17 +146,13 @@ double LoadHalf(const std::string& bytes, bool brain) {
 }  // namespace
 
 std::optional<double> DeclaredScale::AlphaOf(const std::string& module) const {
-  for (const auto& [pattern, value] : alpha_pattern) {
-    if (PatternMatches(pattern, module)) return value;
-  }
-  return alpha;
+  const std::optional<double> own = FirstMatch(alpha_pattern, module);
+  return own.has_value() ? own : alpha;
 }
 
 std::optional<int64_t> DeclaredScale::RankOf(const std::string& module) const {
-  for (const auto& [pattern, value] : rank_pattern) {
-    if (PatternMatches(pattern, module)) return value;
-  }
-  return rank;
+  const std::optional<int64_t> own = FirstMatch(rank_pattern, module);
+  return own.has_value() ? own : rank;
 }
 
 absl::StatusOr<DeclaredScale> ReadDeclaredScale(const std::map<std::string, std::string>& metadata, const std::string& peft_config,

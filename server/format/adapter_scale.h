@@ -2,6 +2,7 @@
 #pragma once
 
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -11,6 +12,10 @@
 #include "server/format/adapter.h"
 #include "server/format/safetensors.h"
 
+namespace re2 {
+class RE2;
+}
+
 namespace h3 {
 
 // alpha and rank as a file's metadata or its PEFT config declare them.
@@ -18,8 +23,9 @@ struct DeclaredScale {
   std::optional<double> alpha;
   std::optional<int64_t> rank;
   bool root_rank = false;                       // use_rslora
-  std::vector<std::pair<std::string, double>> alpha_pattern;  // Regular expressions over module names, as PEFT matches them.
-  std::vector<std::pair<std::string, int64_t>> rank_pattern;
+  // Expressions over module names, as PEFT matches them: the first that matches counts.
+  std::vector<std::pair<std::shared_ptr<const re2::RE2>, double>> alpha_pattern;
+  std::vector<std::pair<std::shared_ptr<const re2::RE2>, int64_t>> rank_pattern;
   std::string source;                           // "metadata alpha", "adapter_config.json", ...
 
   std::optional<double> AlphaOf(const std::string& module) const;

@@ -11,6 +11,9 @@ namespace {
 
 constexpr int64_t kMaxEvaluations = 1000;
 
+// Below, float32 loses the first sigma: at 1e-7 it would be 0.84 in the place of 1.
+constexpr double kMinShift = 0.01, kMaxShift = 1000;
+
 absl::Status BadSchedule(absl::string_view what) { return RefuseArgument(reason::kBadRequest, absl::StrCat("sampling: ", what)); }
 
 // torch.linspace in float32: from both ends towards the middle, each value rounded once (its kernels use fused multiply-add).
@@ -56,7 +59,9 @@ double UnshiftSigma(double sigma, double shift) { return sigma / (shift - (shift
 
 absl::StatusOr<Schedule> MakeSchedule(const ScheduleSpec& spec) {
   for (const double shift : {spec.video_shift, spec.audio_shift}) {
-    if (!std::isfinite(shift) || shift <= 0 || shift > 1000) return BadSchedule(absl::StrCat("shift ", shift, " is outside 0 .. 1000"));
+    if (!(shift >= kMinShift && shift <= kMaxShift)) {
+      return BadSchedule(absl::StrCat("shift ", shift, " is outside ", kMinShift, " .. ", kMaxShift));
+    }
   }
   Schedule schedule;
   if (!spec.video_sigmas.empty()) {

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "server/lora/dora.h"
+#include "server/lora/patched_rows.h"
 #include "server/vram/ledger.h"
 
 namespace h3 {
@@ -53,7 +54,7 @@ std::map<int, DeltaNorm> DeltaNorms(const ResidentModel& model, const ResidentAd
 
 double SquaredNorm(const BaseLinear& base) {
   const OwnerScope owner(Owner::kWorkspace);
-  const int64_t step = WidenedRows(base.in());
+  const int64_t step = ChunkRows(base);
   double sum = 0;
   for (int64_t begin = 0; begin < base.out(); begin += step) {
     sum += SquaredNorm(base.Rows(begin, std::min(step, base.out() - begin)));

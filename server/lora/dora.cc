@@ -90,12 +90,12 @@ at::Tensor SquaredNormsByPass(const BaseLinear& base, absl::Span<const SiteOp> b
   const auto& low_rank = std::get<ResidentLowRank>(term.what);
   const bool by_rows = low_rank.magnitude_axis == MagnitudeAxis::kRows;
   at::Tensor squares = at::zeros({by_rows ? term.range.count : base.in()}, low_rank.magnitude.options().dtype(at::kDouble));
-  const int64_t step = WidenedRows(base.in());
+  const int64_t step = ChunkRows(base);
   for (int64_t done = 0; done < term.range.count; done += step) {
     const int64_t count = std::min(step, term.range.count - done);
     at::Tensor v = PatchedRows(base, before, modality, term.range.begin + done, count);
     v.addmm_(low_rank.b.narrow(0, done, count).to(at::kFloat), low_rank.a.to(at::kFloat), 1, scale);
-    const at::Tensor part = v.square_().sum(by_rows ? 1 : 0, false, at::kDouble);
+    const at::Tensor part = v.square_().sum(by_rows ? 1 : 0);
     if (by_rows) {
       squares.narrow(0, done, count).copy_(part);
     } else {

@@ -18,7 +18,7 @@ std::shared_ptr<const BaseLinear> MergeWeight(const BaseLinear& base, const std:
     weight = at::empty({base.out(), base.in()}, at::TensorOptions().device(device).dtype(base.dtype()));
   }
   const OwnerScope owner(Owner::kWorkspace);
-  const int64_t step = WidenedRows(base.in());
+  const int64_t step = ChunkRows(base);
   for (int64_t begin = 0; begin < base.out(); begin += step) {
     const int64_t count = std::min(step, base.out() - begin);
     weight.narrow(0, begin, count).copy_(PatchedRows(base, ops, 0, begin, count));

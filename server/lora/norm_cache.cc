@@ -14,7 +14,7 @@ namespace {
 // visit(first row within the range, rows of W float32) over chunks of the range.
 template <typename F>
 void ForEachChunk(const BaseLinear& base, OutRange range, F&& visit) {
-  const int64_t step = WidenedRows(base.in());
+  const int64_t step = ChunkRows(base);
   for (int64_t done = 0; done < range.count; done += step) {
     visit(done, base.Rows(range.begin + done, std::min(step, range.count - done)));
   }
@@ -49,9 +49,9 @@ const at::Tensor& NormCache::Base(const BaseLinear& base, MagnitudeAxis axis, Ou
   const bool rows = axis == MagnitudeAxis::kRows;
   at::Tensor squares;
   ForEachChunk(base, range, [&](int64_t done, const at::Tensor& weight) {
-    // In float64, so that column sums over all rows do not depend on the chunks.
+    // Added up in float64, so that column sums over all rows hardly depend on the chunks.
     if (!squares.defined()) squares = at::zeros({rows ? range.count : base.in()}, weight.options().dtype(at::kDouble));
-    const at::Tensor part = weight.square().sum(rows ? 1 : 0, false, at::kDouble);
+    const at::Tensor part = weight.square().sum(rows ? 1 : 0);
     if (rows) {
       squares.narrow(0, done, weight.size(0)).copy_(part);
     } else {

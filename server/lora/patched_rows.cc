@@ -35,6 +35,8 @@ SharedRows Share(const OutRange& first, const OutRange& second) {
   return {from - first.begin, from - second.begin, std::max<int64_t>(0, to - from)};
 }
 
+int64_t ChunkRows(const BaseLinear& base) { return std::min(WidenedRows(base.in()), (base.out() + 4) / 5); }
+
 at::Tensor PatchedRows(const BaseLinear& base, absl::Span<const SiteOp> ops, int modality, int64_t begin, int64_t count) {
   at::Tensor rows = base.Rows(begin, count).clone();
   const auto factor = [&](const Factors& factors) { return factors.of[static_cast<size_t>(modality)]; };

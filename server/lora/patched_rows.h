@@ -17,6 +17,10 @@ struct SharedRows {
 };
 SharedRows Share(const OutRange& first, const OutRange& second);
 
+// Rows that are looked at together in a pass over a weight: about 16 MiB of float32, and never more than a fifth of them, so that nothing of a
+// weight's size is made however small the weight.
+int64_t ChunkRows(const BaseLinear& base);
+
 // Rows [begin, begin + count) of the weight as `ops` have patched it for rows of one modality: float32 [count, in], a fresh copy.
 // Offsets are no part of a weight.
 at::Tensor PatchedRows(const BaseLinear& base, absl::Span<const SiteOp> ops, int modality, int64_t begin, int64_t count);

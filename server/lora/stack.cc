@@ -119,7 +119,7 @@ Stack::~Stack() {
   programs_.clear();
   merged_.clear();
   // Copies that were not all made are no use, and what they took may be what was missing.
-  if (!prepared_) store_.merged().Drop("");
+  if (preparing_) store_.merged().Drop("");
   store_.merged().Trim();
 }
 
@@ -192,7 +192,7 @@ std::string Stack::MergeKey(int site, const std::vector<TermId>& terms) const {
 }
 
 absl::Status Stack::Prepare(const CancellationToken& cancel) {
-  prepared_ = merged_.size() == merges_.size();
+  preparing_ = merged_.size() < merges_.size();
   for (const auto& [site, ids] : merges_) {
     if (merged_.contains(site)) continue;
     H3_RETURN_IF_ERROR(cancel.Check(absl::StrCat("merging weights, ", merged_.size(), " of ", merges_.size())));
@@ -206,7 +206,7 @@ absl::Status Stack::Prepare(const CancellationToken& cancel) {
       return MergeWeight(base, ops, model_.device());
     });
   }
-  prepared_ = true;
+  preparing_ = false;
   return absl::OkStatus();
 }
 

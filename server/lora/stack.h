@@ -82,7 +82,7 @@ class Stack {
   std::vector<Member> members_;
   std::map<int, std::vector<TermId>> merges_;  // By site, in stack order.
   std::map<int, std::shared_ptr<const BaseLinear>> merged_;
-  bool prepared_ = false;
+  bool preparing_ = false;  // Merged copies are being made, or could not be.
   std::vector<ResolvedAdapter> resolved_;
   std::map<std::vector<double>, std::unique_ptr<StackProgram>> programs_;
 };

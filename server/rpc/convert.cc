@@ -104,7 +104,12 @@ absl::StatusOr<Schedule> ScheduleFromProto(const v1::Sampling& sampling) {
     return BadRequest("sampling needs a seed or noise_from_request", "sampling.start");
   }
   ScheduleSpec spec{.evaluations = sampling.evaluations()};
-  if (sampling.schedule() == v1::SCHEDULE_NORMAL) spec.kind = ScheduleKind::kNormal;
+  switch (sampling.schedule()) {
+    case v1::SCHEDULE_UNSPECIFIED:
+    case v1::SCHEDULE_OFFICIAL: break;
+    case v1::SCHEDULE_NORMAL: spec.kind = ScheduleKind::kNormal; break;
+    default: return BadRequest("an unknown schedule", "sampling.schedule");
+  }
   if (sampling.has_video_shift()) spec.video_shift = sampling.video_shift();
   if (sampling.has_audio_shift()) spec.audio_shift = sampling.audio_shift();
   spec.video_sigmas.assign(sampling.video_sigmas().begin(), sampling.video_sigmas().end());

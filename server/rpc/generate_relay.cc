@@ -204,6 +204,8 @@ class GenerateRelay final : public StreamCall<v1::GenerateRequest, v1::GenerateR
       H3_ASSIGN_OR_RETURN(schedule_, ScheduleFromProto(header_.sampling()));
       H3_ASSIGN_OR_RETURN(request_,
                           CheckRequest(core_, header_, header_.sampling().has_noise_from_request(), schedule_.evaluations()));
+      if (!v1::Priority_IsValid(header_.priority()))
+        return RefuseArgument(reason::kBadRequest, "an unknown priority", {{"field", "priority"}});
       if (header_.request_id().size() > kMaxRequestId)
         return RefuseArgument(reason::kBadRequest, "request_id is longer than 128 characters", {{"field", "request_id"}});
       const int64_t bytes = BytesOf(header_.tensors());

@@ -55,10 +55,15 @@ def test_bad_adapter_refuses_the_whole_stack(name, refused):
 
 
 @pytest.mark.parametrize("name", sorted(APPLIED))
-def test_adapter_that_lesser_servers_refuse_has_an_effect(name, golden_server, tmp_path, base_answer):
-    output = tmp_path / "out.safetensors"
-    ctl.ok("evaluate", "--request", REQUEST, "--lora", f"reject/{name}=1", "--output", output, server=golden_server.address)
-    assert output.read_bytes() != base_answer()
+def test_adapter_that_lesser_servers_refuse_acts_as_a_merged_copy_would(name, golden_server, tmp_path, base_answer):
+    answers = {}
+    for apply in ("bypass", "materialized"):
+        output = tmp_path / f"{apply}.safetensors"
+        ctl.ok("evaluate", "--request", REQUEST, "--lora", f"reject/{name}=1,apply={apply}", "--output", output, server=golden_server.address)
+        assert output.read_bytes() != base_answer()
+        answers[apply] = load_file(output)
+    for stream in ("video", "audio"):
+        assert golden.relative_l2(answers["bypass"][stream], answers["materialized"][stream]) <= 1e-6
 
 
 @pytest.mark.parametrize("strength", ["nan", "inf", "1e30", "-100.5"])

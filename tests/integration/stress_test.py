@@ -1,13 +1,16 @@
 """Many requests with other stacks and strengths: nothing of one is left for the next, not a bit and not a byte."""
 
 import concurrent.futures
+import hashlib
+import os
 import random
+import shutil
 
 import grpc
 import numpy as np
 
 from h3test import GOLDEN, metrics
-from h3test.protos import operations, operations_grpc
+from h3test.protos import adapters, adapters_grpc, operations, operations_grpc
 from h3test.requests import Generate, RequestFile, reason, stack
 from h3test.servers import wait_for
 
@@ -98,6 +101,55 @@ def test_1000_strength_changes_allocate_nothing_for_weights_or_adapters(golden_s
     assert len(peaks) == 1
     for owner in ("base_weights", "adapters", "materialized", "workspace", "staging", "unattributed"):
         assert getattr(after.owners, owner) == getattr(before.owners, owner), owner
+    assert after.base_mutations == 0
+
+
+def test_adapters_that_come_and_go_leave_other_requests_alone(fresh_server, tmp_path):
+    """Loading, unloading and replacing in a loop, by file and by upload, while two clients generate with other adapters."""
+    folder = tmp_path / "adapters"
+    folder.mkdir()
+    for name in ("turbo_bare", "style_bf16", "dora", "lokr"):
+        shutil.copy(GOLDEN / f"lora/{name}.safetensors", folder)
+    requests = [("t2va", [("turbo_bare", 0.7), ("dora", 0.4)], 3, 1), ("fl2va_first_last", [("style_bf16", -0.6), ("lokr", 0.3)], 2, 2)]
+
+    def client(channel, request):
+        name, entries, evaluations, seed = request
+        return [Generate(channel, INPUTS[name], stack(*entries), evaluations=evaluations, seed=seed).run().tensors for _ in range(15)]
+
+    server = fresh_server(GOLDEN / "full/model.safetensors", folder)
+    with grpc.insecure_channel(server.address) as channel, grpc.insecure_channel(server.address) as churn:
+        expected = [client(channel, request)[0] for request in requests]
+        before = settled_memory(channel)
+        busy = [True]
+
+        def come_and_go():
+            registry = adapters_grpc.AdaptersStub(churn)
+            turns = 0
+            while busy[0]:
+                source = GOLDEN / f"lora/{('edges_fp32', 'split_qkv_ranks', 'uneven')[turns % 3]}.safetensors"
+                shutil.copy(source, folder / "new")
+                os.replace(folder / "new", folder / "changing.safetensors")
+                registry.LoadAdapter(adapters.LoadAdapterRequest(name="changing"))
+                registry.UnloadAdapter(adapters.UnloadAdapterRequest(name="changing"))
+                content = source.read_bytes()
+                header = adapters.UploadHeader(name="uploaded", bytes=len(content), digest=hashlib.sha256(content).hexdigest())
+                registry.UploadAdapter(iter([adapters.UploadAdapterRequest(header=header), adapters.UploadAdapterRequest(chunk=content)]))
+                registry.LoadAdapter(adapters.LoadAdapterRequest(name="uploaded"))
+                registry.UnloadAdapter(adapters.UnloadAdapterRequest(name="uploaded"))
+                turns += 1
+            return turns
+
+        with concurrent.futures.ThreadPoolExecutor(3) as pool:
+            churning = pool.submit(come_and_go)
+            runs = [pool.submit(client, channel, request) for request in requests]
+            for run_of, answer in zip(runs, expected):
+                for tensors in run_of.result():
+                    for name, value in tensors.items():
+                        assert np.array_equal(value.view(np.int32), answer[name].view(np.int32)), name
+            busy[0] = False
+            assert churning.result() > 3
+        after = settled_memory(channel)
+    assert after.owners.adapters == before.owners.adapters
     assert after.base_mutations == 0
 
 

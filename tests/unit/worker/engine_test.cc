@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
 #include <cstring>
 #include <functional>
 #include <random>
@@ -100,6 +101,30 @@ TEST_F(EngineTest, AThousandStrengthChangesAllocateNothingForAdaptersOrWeights) 
   }
 }
 
+// The norms of DoRA are recombined from vectors that were made once, whatever the strengths.
+TEST_F(EngineTest, StrengthChangesOfDoraReadNoWeightAndAllocateNothingThatStays) {
+  const auto stack = [](double s) { return Stack{{"turbo_bare", "", s}, {"dora", "", 1 - s}, {"dora_columns", "", s, 0.5}}; };
+  ASSERT_TRUE(Generate(SpecOf("t2va", stack(0.3), 1)).ok());
+  const LedgerSnapshot before = Ledger();
+  EXPECT_GT(before.of(Owner::kCaches), ByteCount(0));
+  for (int i = 0; i < 50; ++i) ASSERT_TRUE(Generate(SpecOf("t2va", stack(0.01 * i), 1)).ok());
+  const LedgerSnapshot after = Ledger();
+  for (const Owner owner : {Owner::kBaseWeights, Owner::kAdapters, Owner::kMaterialized, Owner::kCaches}) {
+    EXPECT_EQ(after.added_to(owner), before.added_to(owner)) << OwnerName(owner);
+  }
+}
+
+TEST_F(EngineTest, EveryAllocationHasAnOwner) {
+  const ByteCount before = Ledger().added_to(Owner::kUnattributed);
+  Stack stack = {{"style_bf16", "", 0.7}, {"dora_columns", "", 0.5}, {"lokr", "", 0.2}, {"complete_own_table", "", 0.2}};
+  stack[1].auto_strength = AutoStrength{};
+  stack[2].apply = Apply::kMaterialized;
+  std::swap(stack[1], stack[2]);
+  ASSERT_TRUE(Generate(SpecOf("ref2va_mixed", stack, 2)).ok());
+  ASSERT_TRUE(engine_->MeasureAdapter({.adapter = "dora"}).ok());
+  EXPECT_EQ(Ledger().added_to(Owner::kUnattributed), before);
+}
+
 // Sizes of allocations that would be a copy of a target weight, in the base's type or in float32. No activation of this request has one
 // of them.
 std::set<int64_t> WeightSizes(const ModelInfo& model) {
@@ -120,9 +145,8 @@ int64_t WeightSizedAllocations(const ModelInfo& model, const std::function<void(
 }
 
 TEST_F(EngineTest, NoRequestAllocatesAnythingOfAWeightsSize) {
-  const Stack stack = {{"turbo_bare", "", 0.7}, {"style_bf16", "", -0.4}, {"lokr", "", 0.3}, {"uneven", "", 1}};
-  ASSERT_TRUE(Generate(SpecOf("t2va", stack, 2)).ok());
-  EXPECT_EQ(WeightSizedAllocations(engine_->model(), [&] { ASSERT_TRUE(Generate(SpecOf("t2va", stack, 2)).ok()); }), 0);
+  const Stack stack = {{"turbo_bare", "", 0.7}, {"style_bf16", "", -0.4}, {"lokr", "", 0.3}, {"uneven", "", 1}, {"dora", "", 0.5}, {"dora_columns", "", 0.5}};
+  EXPECT_EQ(WeightSizedAllocations(engine_->model(), [&] { ASSERT_TRUE(Generate(SpecOf("t2va_wide", stack, 2)).ok()); }), 0);
   // The check itself: a merged copy of one target is found.
   const Geometry& g = engine_->model().geometry;
   EXPECT_EQ(WeightSizedAllocations(engine_->model(), [&] { at::empty({3 * g.inner(), g.hidden}, at::kFloat); }), 1);
@@ -185,6 +209,103 @@ TEST_F(EngineTest, EveryMemoryBudgetIsRefusedCleanlyUntilOneIsEnough) {
   EXPECT_TRUE(last.ok()) << last;
   EXPECT_GT(refusals, 3);
   ExpectSameBits(*Generate(SpecOf("t2va", stack, 2)), want);
+}
+
+double Difference(const Answer& a, const Answer& b) {
+  return std::max(testing::RelativeL2(testing::Values(a[0]), testing::Values(b[0])), testing::RelativeL2(testing::Values(a[1]), testing::Values(b[1])));
+}
+
+// A merged copy is the other way to the same answer, owned, shared and given back.
+TEST_F(EngineTest, AMergedCopyGivesTheAnswerOfTheRunTimeForm) {
+  double worst = 0;
+  for (const char* name : {"turbo_bare", "turbo_diffusers", "style_bf16", "split_qkv_ranks", "edges_fp32", "time_embedder", "dora", "dora_columns", "lokr", "uneven",
+                           "complete_own_table"}) {
+    Stack stack = {{name, "", 0.7}, {"turbo_bare", "", -0.4}};
+    const Answer run_time = *Generate(SpecOf("t2va_wide", stack, 2));
+    for (StackEntry& entry : stack) entry.apply = Apply::kMaterialized;
+    const auto merged = Generate(SpecOf("t2va_wide", stack, 2));
+    ASSERT_TRUE(merged.ok()) << name << ": " << merged.status();
+    worst = std::max(worst, Difference(*merged, run_time));
+  }
+  std::printf("merged against run time: worst relative L2 %.2e\n", worst);
+  EXPECT_LE(worst, 1e-6);
+}
+
+TEST_F(EngineTest, MergedCopiesAreSharedCountedAndGivenBack) {
+  const auto engine = MakeEngine({.model = GoldenPath("full/model.safetensors"), .adapters = GoldenPath("lora"), .idle_merged = ByteCount(300'000),
+                                  .device = "cpu"}).value();
+  const auto entry = [](double strength) { return StackEntry{.adapter = "split_qkv_ranks", .strength = strength, .apply = Apply::kMaterialized}; };
+  const auto run = [&](const Stack& stack) {
+    auto generation = engine->StartGeneration(SpecOf("t2va", stack, 1));
+    EXPECT_TRUE(generation.ok()) << generation.status();
+    EXPECT_TRUE((*generation)->Advance({}).ok());
+    return std::move(*generation);
+  };
+  // The ledger is the process's: other engines' copies are in it.
+  const ByteCount others = engine->Memory().ledger.of(Owner::kMaterialized);
+  const auto held = [&] { return engine->Memory().ledger.of(Owner::kMaterialized) - others; };
+  // One weight for each distinct target, in the base's type.
+  int64_t bytes = 0;
+  for (const Site& site : Sites(engine->model().geometry)) {
+    if (site.kind == SiteKind::kQkv && site.name.starts_with("blocks.")) bytes += site.out * site.in * 4;
+  }
+  auto first = run({entry(0.5)});
+  EXPECT_EQ(held(), ByteCount(bytes));
+  const ByteCount added = engine->Memory().ledger.added_to(Owner::kMaterialized);
+  auto second = run({entry(0.5)});
+  EXPECT_EQ(engine->Memory().ledger.added_to(Owner::kMaterialized), added) << "identical stacks share one copy";
+  auto third = run({entry(0.25)});
+  EXPECT_EQ(held(), ByteCount(2 * bytes));
+  first.reset();
+  second.reset();
+  third.reset();
+  EXPECT_LE(held(), ByteCount(300'000)) << "what nobody uses goes, least recently used first";
+  EXPECT_GT(held(), ByteCount(0));
+  const std::string digest = engine->Memory().adapters.at(0).digest;
+  ASSERT_TRUE(engine->UnloadAdapter(digest).ok());
+  EXPECT_EQ(held(), ByteCount(0));
+  EXPECT_EQ(engine->Memory().base_mutations, 0);
+}
+
+TEST_F(EngineTest, AMergedCopyThatDoesNotFitLeavesNothing) {
+  Stack stack = {{"turbo_bare", "", 0.7}};
+  ASSERT_TRUE(Generate(SpecOf("t2va", stack, 1)).ok());
+  stack[0].apply = Apply::kMaterialized;
+  const LedgerSnapshot before = Ledger();
+  SetAllocationLimit(before.used + ByteCount(1 << 20));
+  const absl::Status refused = Generate(SpecOf("t2va", stack, 1)).status();
+  SetAllocationLimit(std::nullopt);
+  EXPECT_EQ(ReasonOf(refused), reason::kVramExceeded);
+  EXPECT_EQ(Ledger().of(Owner::kMaterialized), ByteCount(0));
+  EXPECT_TRUE(Generate(SpecOf("t2va", stack, 1)).ok());
+}
+
+TEST_F(EngineTest, WhatAMergedCopyCannotDoIsRefused) {
+  const auto refusal = [](Stack stack) { return ReasonOf(Generate(SpecOf("t2va", stack, 2)).status()); };
+  Stack stack = {{"dora", "", 0.5}, {"turbo_bare", "", 0.5}};
+  stack[1].apply = Apply::kMaterialized;
+  EXPECT_EQ(refusal(stack), reason::kBadStrength) << "after a run-time DoRA";
+  std::swap(stack[0], stack[1]);
+  EXPECT_EQ(refusal(stack), "");
+  stack[0].audio = 0.5;
+  EXPECT_EQ(refusal(stack), reason::kBadStrength) << "by modality";
+  stack[0].audio = 1;
+  stack[0].per_evaluation = {1, 0.5};
+  EXPECT_EQ(refusal(stack), reason::kBadStrength) << "by evaluation";
+  Stack before = {{"turbo_bare", "", 0.5}, {"dora", "", 0.5}};
+  before[0].text = 0.25;
+  before[1].apply = Apply::kMaterialized;
+  EXPECT_EQ(refusal(before), reason::kBadStrength) << "factors before a merged DoRA";
+}
+
+TEST_F(EngineTest, AMeasureIsTheNormOfTheDeltaAgainstTheWeight) {
+  const auto measure = engine_->MeasureAdapter({.adapter = "turbo_bare"});
+  ASSERT_TRUE(measure.ok()) << measure.status();
+  EXPECT_GT(measure->relative_strength, 0);
+  int64_t modules = 0;
+  for (const auto& kind : measure->kinds) modules += kind.modules;
+  EXPECT_EQ(modules, measure->resolved.modules);
+  EXPECT_FALSE(engine_->MeasureAdapter({.adapter = "../lora/turbo_bare"}).ok());
 }
 
 TEST_F(EngineTest, ACancelledRunStopsAndReleasesEverything) {
