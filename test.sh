@@ -48,10 +48,15 @@ case "$mode" in
   all | integration) presets=(release) ;;
   asan | tsan) presets=("$mode") ;;
 esac
-[ "$mode" != all ] || presets+=(tsan)
-for preset in "${presets[@]}"; do
+builds=("${presets[@]}")
+if [ "$mode" = all ]; then
+  presets+=(tsan)
+  builds+=(tsan fuzz)
+fi
+for preset in "${builds[@]}"; do
   targets=()
   [ "$preset" != tsan ] || targets=(h3_tsan_tests)
+  [ "$preset" != fuzz ] || targets=(h3_fuzz_targets)
   [ "$mode" != integration ] || targets=(h3-scheduler h3-worker h3ctl)
   say "Building ($preset)"
   scripts/build.sh "$preset" "${targets[@]}"
@@ -61,6 +66,7 @@ done
 if [ "$mode" != integration ]; then
   for preset in "${presets[@]}"; do check "C++ tests ($preset)" ctest --preset "$preset" -j "$(nproc)"; done
 fi
+[ "$mode" != all ] || check "Fuzz targets, 10 s each" tests/fuzz/run.sh 10
 if [ "$mode" = all ] || [ "$mode" = integration ]; then
   check "Integration tests: the real programs over real gRPC" \
     env H3_BIN=build/release/bin .deps/venv/bin/python -m pytest tests/integration "${pytest_args[@]}"

@@ -1,4 +1,5 @@
-"""Stacks of ten kinds of adapters against a float64 forward of patched weights: h3test/oracle.py, itself held to tests/golden."""
+"""Stacks of adapters of all kinds, at run time and merged, against a float64 forward of patched weights: h3test/oracle.py, itself
+held to tests/golden."""
 
 import itertools
 
@@ -10,6 +11,8 @@ from h3test import GOLDEN, ctl, golden, oracle
 from h3test.servers import Server
 
 MODELS = {"full": GOLDEN / "full/model.safetensors", "pruned": GOLDEN / "pruned/model.safetensors"}
+# The full model's weights again, its qkv rows interleaved per head.
+SHARDED = "full-sharded"
 GRID = GOLDEN / "pruned/silu_temb_grid.safetensors"
 INPUTS = ("t2va", "t2va_wide", "fl2va_first_last", "ref2va_mixed")
 
@@ -26,8 +29,12 @@ ADALN = [*(f"blocks.{n}.adaln_proj.linear" for n in BLOCKS), "final_layer.adaln_
 EDGES = ["video_patch_proj", "audio_patch_proj", "condition_proj", "final_layer.video_out", "final_layer.audio_out"]
 
 
+def weights_of(model):
+    return MODELS["full" if model == SHARDED else model]
+
+
 def evaluate(model, stack, request):
-    return oracle.Oracle(MODELS[model], stack, GRID if model == "pruned" else None).evaluate(request)
+    return oracle.Oracle(weights_of(model), stack, GRID if model == "pruned" else None).evaluate(request)
 
 
 def is_for_the_oracle(case):
@@ -51,7 +58,7 @@ class Maker:
     drown the other nine."""
 
     def __init__(self, model):
-        self.weights = load_file(MODELS[model])
+        self.weights = load_file(weights_of(model))
         # A complete adapter is in the coordinates of a table, whatever the base.
         self.pruned = load_file(MODELS["pruned"])
         self.full = load_file(MODELS["full"])
@@ -175,6 +182,78 @@ class Maker:
             tensors[f"diffusion_model.{module}.diff_b"] = size * self.normal(len(weight))
         return tensors
 
+    def differences(self):
+        """Whole weights' differences: of whole modules, of rows of one, and of swapped rows."""
+        fused = {n: self.weights[f"blocks.{n}.attn.qkv_proj.weight"] for n in BLOCKS}
+        weights = {"blocks.0.attn.out_proj": self.weights["blocks.0.attn.out_proj.weight"], "blocks.1.attn.qkv_proj": fused[1],
+                   "transformer_blocks.2.attn.to_k": np.split(fused[2], 3)[1],
+                   "transformer_blocks.3.ff.net.0.proj": self.weights["blocks.3.mlp.fc1.weight"]}
+        changes = {name: self.normal(*weight.shape) for name, weight in weights.items()}
+        return {f"{name}.diff": 0.15 * np.linalg.norm(weights[name]) / np.linalg.norm(change) * change
+                for name, change in changes.items()}
+
+    def time_embedder(self):
+        return self.reference_pairs(["time_embedder.proj_in", "time_embedder.proj_out"], 3, 0.05)
+
+    def adaln_dora_columns(self):
+        return self.dora(ADALN, axis=0)
+
+    def split_dora(self, letters, axis):
+        """In diffusers' spelling: q, k and v have a magnitude each, whose norms are of their own rows only."""
+        tensors = {}
+        for n in BLOCKS:
+            parts = dict(zip("qkv", np.split(self.weights[f"blocks.{n}.attn.qkv_proj.weight"], 3)))
+            for rank, letter in enumerate(letters, 2):
+                a, b = self.pair(parts[letter], rank, 0.08)
+                norms = np.linalg.norm(parts[letter], axis=axis, keepdims=True)
+                name = f"transformer_blocks.{n}.attn.to_{letter}"
+                tensors |= {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b, f"{name}.alpha": np.array(1.5),
+                            f"{name}.lora_magnitude_vector": norms * (1 + 0.05 * self.normal(*norms.shape))}
+        return tensors
+
+    def split_dora_columns(self):
+        return self.split_dora("qkv", axis=0)
+
+    def q_dora_columns(self):
+        return self.split_dora("q", axis=0)
+
+    def q_dora_rows(self):
+        return self.split_dora("q", axis=1)
+
+    def own_table_pairs(self, rows=17, width=9):
+        """AdaLN pairs in the coordinates of a table that is unlike the base's in every respect."""
+        table, base_table = self.normal(rows, width), self.pruned["adaln_t_table"]
+        tensors = {"adaln_t_table": table}
+        for module in ADALN:
+            weight = self.pruned[f"{module}.weight"]
+            a, b = self.normal(3, width), self.normal(len(weight), 3)
+            # Sized by what comes out: the coordinates themselves mean nothing.
+            size = np.linalg.norm(weight @ base_table.T) / np.sqrt(len(base_table))
+            b *= 0.08 * size / (np.linalg.norm(b @ a @ table.T) / np.sqrt(rows)) / (2 / 3)
+            tensors |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b, f"{module}.alpha": np.array(2.0)}
+        return tensors
+
+    def own_table_of_the_base_width(self):
+        """What must not be taken for the base's own coordinates."""
+        return self.own_table_pairs(33, self.pruned["adaln_t_table"].shape[1])
+
+    def adaln_lokr(self):
+        """Of the full model's width; the blocks' second factor whole, the final layer's of low rank."""
+        tensors = {}
+        for module in ADALN:
+            weight = self.full[f"{module}.weight"]
+            w1, scale = self.normal(4, 4), 1.0
+            shape = (weight.shape[0] // 4, weight.shape[1] // 4)
+            if module.startswith("final_layer"):
+                scale, left, right = 1.0 / 2, self.normal(shape[0], 2), self.normal(2, shape[1])
+                factors, w2 = {"lokr_w2_a": left, "lokr_w2_b": right, "alpha": np.array(1.0)}, left @ right
+            else:
+                w2 = self.normal(*shape)
+                factors = {"lokr_w2": w2}
+            w1 *= 0.08 * np.linalg.norm(weight) / (scale * np.linalg.norm(np.kron(w1, w2)))
+            tensors |= {f"{module}.{name}": part for name, part in (factors | {"lokr_w1": w1}).items()}
+        return tensors
+
 
 # In stack order: what a DoRA takes its norm from is patched by others before it, and patched again after it.
 STRENGTHS = {"kohya": 0.7, "offsets": -0.45, "complete_own_table": 0.6, "dora_columns": 0.9, "split_qkv": -0.8, "lokr_whole": 1.2,
@@ -186,30 +265,49 @@ STACKS = {"as_listed": TEN, "reversed": TEN[::-1],
           "by_modality": [entry | factors for entry, factors in zip(TEN, itertools.cycle(FACTORS))]}
 
 
+# Kinds that are not among the ten.
+OTHERS = {"differences": 0.8, "split_dora_columns": 0.8, "q_dora_columns": -0.6, "q_dora_rows": 0.7, "own_table_pairs": 0.9,
+          "own_table_of_the_base_width": -0.7, "adaln_lokr": 0.8}
+ONLY_FULL = {"time_embedder": 0.9, "adaln_dora_columns": 0.7}
+ALL_STRENGTHS = STRENGTHS | OTHERS | ONLY_FULL
+
+
+def some(kind, **more):
+    return {"kind": kind, "strength": ALL_STRENGTHS[kind]} | more
+
+
+def merged(kind, **more):
+    return some(kind, apply="materialized", **more)
+
+
 @pytest.fixture(scope="module", params=MODELS)
 def world(request, tmp_path_factory):
     """(model, folder with an adapter file of each kind, address of a server of both)."""
     model = request.param
     folder = tmp_path_factory.mktemp(model)
     maker = Maker(model)
-    for kind in STRENGTHS:
+    for kind in STRENGTHS | OTHERS | ({} if model == "pruned" else ONLY_FULL):
         tensors = {name: np.asarray(value, np.float32, order="C") for name, value in getattr(maker, kind)().items()}
         save_file(tensors, folder / f"{kind}.safetensors")
-    with Server(MODELS[model], folder, *(("--silu-grid", GRID) if model == "pruned" else ())) as server:
+    with Server(GOLDEN / SHARDED if model == SHARDED else MODELS[model], folder, *(("--silu-grid", GRID) if model == "pruned" else ())) as server:
         yield model, folder, server.address
 
 
 def lora_option(entry):
     factors = [f"{modality}={entry[modality]}" for modality in ("video", "text", "audio") if modality in entry]
-    return ",".join([f"{entry['kind']}={entry['strength']}", *factors])
+    apply = [f"apply={entry['apply']}"] if "apply" in entry else []
+    return ",".join([f"{entry['kind']}={entry['strength']}", *factors, *apply])
+
+
+def lora_options(stack):
+    return list(itertools.chain.from_iterable(("--lora", lora_option(entry)) for entry in stack))
 
 
 def error_of(world, stack, name, output):
     """(relative L2 of the server's worse stream against the oracle, how far the stack moves the less moved stream)."""
     model, folder, address = world
     request = GOLDEN / f"inputs/{name}.safetensors"
-    options = itertools.chain.from_iterable(("--lora", lora_option(entry)) for entry in stack)
-    ctl.ok("evaluate", "--request", request, *options, "--output", output, server=address)
+    ctl.ok("evaluate", "--request", request, *lora_options(stack), "--output", output, server=address)
     files = [entry | {"file": folder / f"{entry['kind']}.safetensors"} for entry in stack]
     expected, base = evaluate(model, files, request), evaluate(model, [], request)
     answer = load_file(output)
@@ -232,3 +330,184 @@ def test_stack_of_ten_kinds_equals_the_float64_oracle(stack, name, world, errors
     errors.add(f"{world[0]}, ten kinds {stack}, against the oracle", error)
     assert moved > 5e-2
     assert error <= SERVER_LIMIT
+
+
+def check(topic, world, stack, errors, output, moves=1e-3):
+    """Holds the server to the oracle, for the input with rows of every kind."""
+    error, moved = error_of(world, stack, "ref2va_mixed", output)
+    errors.add(f"{world[0]}, {topic}, against the oracle", error)
+    assert moved > moves
+    assert error <= SERVER_LIMIT
+
+
+def refusal(world, stack, output):
+    """(exit code, reason); nothing is written."""
+    request = GOLDEN / "inputs/ref2va_mixed.safetensors"
+    code, error = ctl.refusal("evaluate", "--request", request, *lora_options(stack), "--output", output, server=world[2])
+    assert not output.exists()
+    return code, error["reason"]
+
+
+def on(models, stacks):
+    """Parametrises `world` and `stack`: each of `stacks` (by name) on each of `models`."""
+    params = [pytest.param(model, stack, id=f"{model}-{name}") for model in models for name, stack in stacks.items()]
+    return pytest.mark.parametrize("world, stack", params, indirect=["world"])
+
+
+def materialized(stack):
+    return [entry | {"apply": "materialized"} for entry in stack]
+
+
+@on(MODELS, {kind: [merged(kind)] for kind in STRENGTHS})
+def test_each_kind_materialised_equals_the_float64_oracle(stack, world, errors, tmp_path):
+    check("one of the ten materialised", world, stack, errors, tmp_path / "out.safetensors", moves=5e-3)
+
+
+@on([*MODELS, SHARDED], {"as_listed": materialized(TEN), "reversed": materialized(TEN[::-1])})
+def test_ten_kinds_materialised_equal_the_float64_oracle(stack, world, errors, tmp_path):
+    check("ten kinds materialised", world, stack, errors, tmp_path / "out.safetensors", moves=5e-2)
+
+
+@on([SHARDED], STACKS)
+def test_ten_kinds_on_interleaved_rows_equal_the_float64_oracle(stack, world, errors, tmp_path):
+    check("ten kinds", world, stack, errors, tmp_path / "out.safetensors", moves=5e-2)
+
+
+MIXED = {
+    # What comes before a materialised DoRA goes into its copy, what comes after it does not.
+    "plain_around_dora_rows": [some("kohya"), some("split_qkv"), merged("dora_rows"), some("lokr_whole"), some("offsets")],
+    "plain_around_dora_columns": [some("lokr_low_rank"), some("offsets"), merged("dora_columns"), some("split_qkv"), some("kohya")],
+    "factors_after_dora": [some("kohya"), merged("dora_rows"), some("split_qkv", **FACTORS[0]), some("lokr_whole", **FACTORS[1])],
+    # A run-time DoRA then takes its norms from the copy, for each modality its own.
+    "dora_columns_after_dora": [some("kohya"), merged("dora_rows"), some("lokr_whole", **FACTORS[0]), some("dora_columns")],
+    "dora_rows_after_plain": [merged("kohya"), some("split_qkv", **FACTORS[0]), some("dora_rows", **FACTORS[1]), some("offsets")],
+    "plain_then_plain": [merged("kohya"), some("split_qkv")],
+    "plain_after_plain": [some("split_qkv"), merged("kohya")],
+    "same_file_both_ways": [merged("lokr_whole"), some("lokr_whole", strength=-0.5)],
+    "equal_factors": [merged("kohya", video=0.5, text=0.5, audio=0.5), merged("dora_rows", video=2, text=2, audio=2)],
+    "strength_zero": [some("dora_rows", strength=0), merged("kohya"), merged("dora_columns", strength=0), some("split_qkv")],
+    "half_of_the_ten": [entry | ({"apply": "materialized"} if number in (1, 3, 5, 6, 9) else {}) for number, entry in enumerate(TEN)],
+}
+
+
+@on(MODELS, MIXED)
+def test_materialised_beside_run_time_equals_the_float64_oracle(stack, world, errors, tmp_path):
+    check("materialised beside run time", world, stack, errors, tmp_path / "out.safetensors", moves=5e-3)
+
+
+@on(MODELS, {
+    "factor_by_modality": [merged("kohya", video=0.5)],
+    "run_time_dora_before_merged_plain": [some("dora_rows"), merged("kohya")],
+    "run_time_dora_before_merged_dora": [some("dora_columns"), some("kohya"), merged("dora_rows")],
+    # It would have to go into the copy.
+    "factor_before_merged_dora": [some("kohya", video=0.5), merged("dora_rows")],
+})
+def test_what_no_merged_copy_can_do_is_refused(stack, world, tmp_path):
+    assert refusal(world, stack, tmp_path / "out.safetensors") == (3, "BAD_STRENGTH")
+
+
+@pytest.mark.parametrize("world", [*MODELS, SHARDED], indirect=True)
+def test_whole_difference_is_taken_only_into_a_merged_copy(world, errors, tmp_path):
+    for _ in range(2):  # Once more when it is resident.
+        assert refusal(world, [some("differences")], tmp_path / "refused.safetensors") == (3, "UNSUPPORTED_ADAPTER_TYPE")
+        check("whole differences", world, [merged("differences")], errors, tmp_path / "out.safetensors")
+
+
+@on([*MODELS, SHARDED], {
+    "between_plain": [some("kohya"), merged("differences"), some("split_qkv", **FACTORS[0])],
+    "before_run_time_dora": [merged("differences"), some("dora_columns"), some("q_dora_rows")],
+    "around_merged_dora": [merged("differences"), merged("dora_rows"), merged("differences", strength=-0.5)],
+})
+def test_whole_difference_in_a_stack_equals_the_float64_oracle(stack, world, errors, tmp_path):
+    check("whole differences in a stack", world, stack, errors, tmp_path / "out.safetensors", moves=5e-3)
+
+
+# m_base in a curve's term is the untouched base's, whatever else changes what the base's projections are given.
+CHANGED_FEATURES = {
+    "dora_columns_then_curve": [some("adaln_dora_columns"), some("complete_shared_table")],
+    "curve_then_dora_columns": [some("complete_shared_table"), some("adaln_dora_columns")],
+    "time_embedder_then_curve": [some("time_embedder"), some("complete_shared_table")],
+    "curve_then_time_embedder": [some("complete_shared_table"), some("time_embedder")],
+    "all_by_modality": [some("complete_own_table", **FACTORS[1]), some("time_embedder", **FACTORS[0]), some("adaln_pairs"),
+                        some("adaln_dora_columns", **FACTORS[0]), some("complete_shared_table", **FACTORS[2])],
+    "materialised": [merged("time_embedder"), merged("adaln_pairs"), merged("adaln_dora_columns"), some("complete_shared_table")],
+}
+
+
+@on(["full"], CHANGED_FEATURES)
+def test_curve_is_added_to_the_untouched_base(stack, world, errors, tmp_path):
+    check("curves beside changed AdaLN inputs", world, stack, errors, tmp_path / "out.safetensors")
+
+
+SPLIT_DORA = {
+    "alone": [some("split_dora_columns")],
+    "between_fused_pairs": [some("kohya"), some("split_dora_columns"), some("offsets")],
+    "by_modality": [some("kohya", **FACTORS[0]), some("split_dora_columns", **FACTORS[1]), some("offsets", **FACTORS[2])],
+    "after_lokr": [some("lokr_whole"), some("split_dora_columns"), some("lokr_low_rank")],
+    "materialised": [merged("kohya"), merged("split_dora_columns"), some("offsets")],
+    "q_alone": [some("q_dora_columns")],
+    "q_between_fused_pairs": [some("kohya"), some("q_dora_columns"), some("offsets")],
+    "q_materialised": [some("kohya"), merged("q_dora_columns"), some("offsets")],
+}
+
+
+@on(MODELS, SPLIT_DORA)
+def test_dora_by_columns_of_split_qkv_equals_the_float64_oracle(stack, world, errors, tmp_path):
+    check("DoRA by columns of split q, k, v", world, stack, errors, tmp_path / "out.safetensors")
+
+
+@on([SHARDED], {kind: [some(kind)] for kind in ("split_dora_columns", "q_dora_columns")})
+def test_dora_by_columns_of_split_qkv_is_refused_on_interleaved_rows(stack, world, tmp_path):
+    assert refusal(world, stack, tmp_path / "out.safetensors") == (3, "UNSUPPORTED_DORA")
+
+
+OWN_TABLE = {
+    "alone": [some("own_table_pairs")],
+    "of_the_base_width": [some("own_table_of_the_base_width")],
+    "by_modality": [some("own_table_pairs", **FACTORS[0])],
+    # It stays a run-time term.
+    "materialised": [merged("own_table_pairs")],
+    "with_every_other_modulation": [some("adaln_pairs"), some("own_table_pairs", **FACTORS[1]), some("complete_own_table"),
+                                    some("own_table_of_the_base_width"), some("complete_shared_table"), some("adaln_lokr"),
+                                    some("own_table_pairs", strength=0.3)],
+}
+
+
+@on(MODELS, OWN_TABLE)
+def test_adaln_pairs_on_their_own_table_equal_the_float64_oracle(stack, world, errors, tmp_path):
+    check("AdaLN pairs on their own table", world, stack, errors, tmp_path / "out.safetensors")
+
+
+@pytest.mark.parametrize("kind", ["own_table_pairs", "own_table_of_the_base_width"])
+def test_adaln_pairs_in_unknown_coordinates_are_refused(kind, world, tmp_path):
+    folder = world[1]
+    tensors = load_file(folder / f"{kind}.safetensors")
+    del tensors["adaln_t_table"]
+    save_file(tensors, folder / f"{kind}_without_it.safetensors")
+    code, reason = refusal(world, [some(kind, kind=f"{kind}_without_it")], tmp_path / "out.safetensors")
+    assert (code, reason) == (3, "BASE_MISMATCH")
+
+
+@on(MODELS, {
+    "alone": [some("adaln_lokr")],
+    "by_modality": [some("adaln_pairs"), some("adaln_lokr", **FACTORS[0]), some("complete_shared_table")],
+    "materialised": [merged("adaln_lokr")],
+})
+def test_lokr_on_adaln_equals_the_float64_oracle(stack, world, errors, tmp_path):
+    check("LoKr on AdaLN", world, stack, errors, tmp_path / "out.safetensors")
+
+
+# What the norms of the last are taken of: kinds, axes and rows that differ from its own.
+BEFORE_DORA = [("lokr_whole", "dora_rows"), ("lokr_low_rank", "dora_columns"), ("dora_rows", "dora_columns"),
+               ("dora_columns", "dora_rows"), ("dora_rows", "dora_rows"), ("dora_columns", "dora_columns"),
+               ("q_dora_rows", "dora_rows"), ("dora_rows", "q_dora_rows"), ("q_dora_rows", "dora_columns"),
+               ("split_dora_columns", "dora_columns"), ("dora_columns", "split_dora_columns"), ("q_dora_columns", "q_dora_rows"),
+               ("split_qkv", "q_dora_columns"), ("offsets", "dora_rows")]
+NORMS = {f"{first}-{last}{suffix}": [some(first, **factors), some(last, strength=0.9)]
+         for first, last in BEFORE_DORA
+         for suffix, factors in (("", {}), ("-by_modality", {"video": 0.5, "text": -1.0, "audio": 0.25}))}
+
+
+@on(MODELS, NORMS)
+def test_norms_of_a_dora_are_of_what_comes_before_it(stack, world, errors, tmp_path):
+    check("two kinds with a DoRA last", world, stack, errors, tmp_path / "out.safetensors")

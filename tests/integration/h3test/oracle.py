@@ -18,7 +18,7 @@ DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "I64": np.int
 # What ends an adapter's tensor name, and the part that it is.
 SUFFIXES = {
     ".lora_A.weight": "a", ".lora_down.weight": "a", ".lora_B.weight": "b", ".lora_up.weight": "b", ".alpha": "alpha",
-    ".dora_scale": "magnitude", ".lora_magnitude_vector": "magnitude", ".diff_b": "offset",
+    ".dora_scale": "magnitude", ".lora_magnitude_vector": "magnitude", ".diff_b": "offset", ".diff": "difference",
     ".lokr_w1_a": "w1_a", ".lokr_w1_b": "w1_b", ".lokr_w2_a": "w2_a", ".lokr_w2_b": "w2_b", ".lokr_w1": "w1", ".lokr_w2": "w2",
 }
 # Parts of reference names and what diffusers calls them; q, k, v and fc1 also differ in rows, see `places`.
@@ -74,7 +74,8 @@ def places(weights):
 
 
 class Adapter:
-    """A file by modules. `modules`: [(module, rows, parts)]; `curve`: the tensors of a complete adapter's modulation, or None."""
+    """A file by modules. `modules`: [(module, rows, parts)]; `curve`: the tensors of a complete adapter's modulation, or None;
+    `own_table`: that which the file's AdaLN pairs are in the coordinates of, or None."""
 
     def __init__(self, path, weights):
         tensors, metadata = read(path)
@@ -93,7 +94,9 @@ class Adapter:
             place = flat[stem.removeprefix("lora_unet_")] if stem.startswith("lora_unet_") else known[stem]
             modules.setdefault(stem, (*place, {}))[2][SUFFIXES[suffix]] = value
         self.modules = list(modules.values())
-        self.curve = curve or None
+        whole = any(name != "adaln_t_table" for name in curve)
+        self.curve = curve if whole else None
+        self.own_table = None if whole else curve.get("adaln_t_table")
 
     def _scale(self, parts, rank):
         alpha = parts.get("alpha", self.alpha)
@@ -101,6 +104,8 @@ class Adapter:
 
     def delta(self, parts):
         """The dense change at strength 1 (of a DoRA: the one inside the norm)."""
+        if "difference" in parts:
+            return parts["difference"]
         if "a" in parts:
             return self._scale(parts, parts["a"].shape[0]) * (parts["b"] @ parts["a"])
         scale, factors = 1.0, []
@@ -156,7 +161,7 @@ class Patched:
     def __init__(self, base, grid, adapters, strengths):
         self.base, self.grid = base, grid
         self.weights = dict(base)
-        self.grid_weights = {}  # AdaLN module -> dense change that is applied to the grid's features.
+        self.on_tables = {}  # AdaLN module -> [(table, dense change)]: applied to what the table is at t, not to the base's features.
         self.curves = []
         for adapter, strength in zip(adapters, strengths):
             self._patch(adapter, strength)
@@ -171,9 +176,15 @@ class Patched:
                 if len(parts) == 1:
                     continue
             delta = adapter.delta(parts)
-            if delta.shape[1] != self.base[name].shape[1]:
-                assert module.endswith("adaln_proj.linear") and self.grid is not None and "magnitude" not in parts
-                self.grid_weights[module] = self.grid_weights.get(module, 0) + strength * delta
+            table = None
+            if module.endswith("adaln_proj.linear"):
+                # The coordinates of an adapter's own table are not the base's, though they be as many.
+                table = adapter.own_table
+                if table is None and delta.shape[1] != self.base[name].shape[1]:
+                    table = self.grid
+            if table is not None:
+                assert "magnitude" not in parts
+                self.on_tables.setdefault(module, []).append((table, strength * delta))
                 continue
             weight = self.weights[name].copy()
             if "magnitude" in parts:
@@ -190,8 +201,8 @@ class Patched:
     def modulation(self, module, t):
         """m(t) of the whole projection."""
         line = linear(time_features(t, self.weights), module, self.weights)
-        if module in self.grid_weights:
-            line = line + self.grid_weights[module] @ interpolate(self.grid, t)
+        for table, change in self.on_tables.get(module, ()):
+            line = line + change @ interpolate(table, t)
         base = linear(time_features(t, self.base), module, self.base)
         for strength, curve in self.curves:
             line = line + strength * (linear(interpolate(curve["adaln_t_table"], t), module, curve) - base)

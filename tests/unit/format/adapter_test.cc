@@ -188,6 +188,26 @@ TEST(AdapterScaleTest, RefusesWhatContradictsItselfOrIsNoNumber) {
   EXPECT_EQ(ReasonFor(QkvPair(), {.settings = {.peft_config = R"({"lora_alpha": 4})"}}, {{"alpha", "8"}}), reason::kBadScale);
 }
 
+// Found by fuzzing: what is nested without end must not be walked through again to be shown.
+TEST(AdapterScaleTest, RefusesValuesThatAreNestedWithoutEnd) {
+  const std::string nested = std::string(200'000, '[') + std::string(200'000, ']');
+  EXPECT_EQ(ReasonFor(QkvPair(), {.settings = {.peft_config = R"({"lora_alpha": )" + nested + "}"}}), reason::kBadScale);
+  EXPECT_EQ(ReasonFor(QkvPair(), {}, {{"lora_adapter_metadata", R"({"transformer.r": )" + nested + "}"}}), reason::kBadScale);
+}
+
+TEST(AdapterScaleTest, RefusesMorePatternsThanAnyModelHasModules) {
+  nlohmann::json config = {{"lora_alpha", 8}, {"r", 4}, {"alpha_pattern", nlohmann::json::object()}};
+  for (int i = 0; i < 2000; ++i) config["alpha_pattern"][std::to_string(i)] = 4;
+  EXPECT_EQ(ReasonFor(QkvPair(), {.settings = {.peft_config = config.dump()}}), reason::kBadScale);
+}
+
+// Found by fuzzing: sizes that no int64 holds, out of factors without an element.
+TEST(AdapterTest, RefusesKroneckerFactorsWhoseProductHasNoSize) {
+  const std::string m = kModule;
+  const int64_t huge = int64_t{1} << 32;
+  EXPECT_EQ(ReasonFor({Zeros(m + ".lokr_w1", {huge, 0}), Zeros(m + ".lokr_w2", {huge, 0})}), reason::kShapeMismatch);
+}
+
 TEST(AdapterScaleTest, RefusesAlphaTensorsThatAreNotOneNumber) {
   const std::string alpha = std::string(kModule) + ".alpha";
   for (const float value : {-1.0f, std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {

@@ -36,6 +36,15 @@ TEST(ScheduleTest, NormalGridsEqualThePublishedOnesBitForBit) {
   for (const int64_t n : {4, 8, 20}) ExpectEqualsGolden(ScheduleKind::kNormal, "normal", n);
 }
 
+// Found by fuzzing: in float32 a tiny shift loses the first sigma, down to infinity.
+TEST(ScheduleTest, RefusesShiftsThatFloat32CannotTell) {
+  for (const double shift : {0.0, 1e-60, 1e-8, 1e-7, 1e-3, -1.0, 1001.0, std::nan("")}) {
+    EXPECT_EQ(ReasonOf(MakeSchedule({.evaluations = 4, .video_shift = shift}).status()), reason::kBadRequest) << shift;
+    EXPECT_EQ(ReasonOf(MakeSchedule({.evaluations = 4, .audio_shift = shift}).status()), reason::kBadRequest) << shift;
+  }
+  EXPECT_NEAR(MakeSchedule({.evaluations = 4, .video_shift = 0.01})->video.front(), 1, 1e-5);
+}
+
 TEST(ScheduleTest, EveryGridFallsFromOneToZero) {
   for (const ScheduleKind kind : {ScheduleKind::kOfficial, ScheduleKind::kNormal}) {
     for (const int64_t n : {1, 3, 999, 1000}) {
