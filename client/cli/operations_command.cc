@@ -67,7 +67,10 @@ absl::Status RunModel(Context& context) {
     context.out << ProtoJson(response) << std::endl;
     return absl::OkStatus();
   }
-  for (const v1::Model& model : response.models()) context.out << ModelText(model);
+  for (const v1::Model& model : response.models()) {
+    context.out << ModelText(model);
+    for (const std::string& warning : model.warnings()) context.out << "warning: " << warning << "\n";
+  }
   context.out << std::flush;
   return absl::OkStatus();
 }

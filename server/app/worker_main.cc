@@ -116,6 +116,7 @@ absl::StatusOr<std::unique_ptr<Engine>> Load(SerialExecutor& device, const Flags
                               info.geometry.pruned() ? "pruned" : "full", ", ", info.dtype, ", partition ",
                               PartitionName(info.partition), "), ", Human(info.weight_bytes), ", fingerprint ",
                               info.fingerprint));
+    for (const std::string& warning : info.warnings) spdlog::warn(warning);
   }
   return engine;
 }

@@ -91,11 +91,10 @@ absl::StatusOr<std::shared_ptr<const ResidentAdapter>> AdapterStore::Read(const 
   return *resident;
 }
 
-absl::StatusOr<std::shared_ptr<const ResidentAdapter>> AdapterStore::Acquire(const StackEntry& entry) {
-  H3_ASSIGN_OR_RETURN(std::shared_ptr<const ResidentAdapter> adapter, Read(entry));
+void AdapterStore::Keep(const StackEntry& entry, std::shared_ptr<const ResidentAdapter> adapter) {
+  Key key{adapter->digest, entry.settings, entry.leave_out};
   absl::MutexLock lock(&mu_);
-  adapters_.try_emplace({adapter->digest, entry.settings, entry.leave_out}, adapter);
-  return adapter;
+  adapters_.try_emplace(std::move(key), std::move(adapter));
 }
 
 absl::StatusOr<ByteCount> AdapterStore::Unload(const std::string& digest) {

@@ -39,12 +39,12 @@ class AdapterStore {
       : model_(model), options_(std::move(options)), merged_(options_.idle_merged) {}
 
   // The adapter of a stack entry (its strength and factors are not looked at): resident already, or read, hashed, checked and
-  // copied now. It stays resident after the handle is gone, until Unload. An entry without a digest takes what the file is now.
+  // copied now. Gone with the last handle, unless it is kept. An entry without a digest takes what the file is now.
   // NOT_FOUND / UNKNOWN_ADAPTER; ABORTED / ADAPTER_CHANGED when the file's digest is another; and everything that ReadAdapter and
   // MakeResident refuse.
-  absl::StatusOr<std::shared_ptr<const ResidentAdapter>> Acquire(const StackEntry& entry) ABSL_LOCKS_EXCLUDED(mu_);
-  // The same, and it does not stay.
   absl::StatusOr<std::shared_ptr<const ResidentAdapter>> Read(const StackEntry& entry) ABSL_LOCKS_EXCLUDED(mu_);
+  // What Read gave for that entry stays resident, until Unload.
+  void Keep(const StackEntry& entry, std::shared_ptr<const ResidentAdapter> adapter) ABSL_LOCKS_EXCLUDED(mu_);
 
   // Bytes freed. FAILED_PRECONDITION / IN_USE while a stack holds it; NOT_FOUND / UNKNOWN_ADAPTER when it is not resident.
   absl::StatusOr<ByteCount> Unload(const std::string& digest) ABSL_LOCKS_EXCLUDED(mu_);

@@ -254,6 +254,11 @@ absl::StatusOr<std::shared_ptr<const ResidentAdapter>> MakeResident(const Reside
     if (manifest.own_table.has_value()) {
       H3_ASSIGN_OR_RETURN(adapter->own_table, loader.Copy(*manifest.own_table, c10::ScalarType::Float));
     }
+    if (std::any_of(adapter->terms.begin(), adapter->terms.end(),
+                    [](const ResidentTerm& term) { return term.features == AdalnFeatures::kGrid; })) {
+      const std::vector<std::string>& loss = model.silu_grid()->warnings;
+      adapter->warnings.insert(adapter->warnings.end(), loss.begin(), loss.end());
+    }
     if (adapter->norm_offsets.empty() && adapter->curves.empty() &&
         std::none_of(adapter->terms.begin(), adapter->terms.end(), HasEffect)) {
       adapter->warnings.push_back("no effect: every delta of the adapter is zero");

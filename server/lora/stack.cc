@@ -89,7 +89,7 @@ absl::StatusOr<std::unique_ptr<Stack>> Stack::Build(const ResidentModel& model, 
   auto stack = absl::WrapUnique(new Stack(model, store));
   for (size_t i = 0; i < entries.size(); ++i) {
     const StackEntry& entry = entries[i];
-    const auto adapter = store.Acquire(entry);
+    auto adapter = stack->Read(entry);
     if (!adapter.ok()) return WithDetail(adapter.status(), "field", absl::StrCat("stack[", i, "]"));
     Member member{.entry = entry, .adapter = *adapter};
     for (const ResidentTerm& term : (*adapter)->terms) {
@@ -112,7 +112,19 @@ absl::StatusOr<std::unique_ptr<Stack>> Stack::Build(const ResidentModel& model, 
     stack->members_.push_back(std::move(member));
   }
   H3_RETURN_IF_ERROR(stack->PlanMerges());
+  // Nothing of a stack that is refused stays.
+  for (const Member& member : stack->members_) store.Keep(member.entry, member.adapter);
   return stack;
+}
+
+absl::StatusOr<std::shared_ptr<const ResidentAdapter>> Stack::Read(const StackEntry& entry) const {
+  for (const Member& member : members_) {
+    const StackEntry& other = member.entry;
+    const bool same = other.adapter == entry.adapter && other.digest == entry.digest && other.settings == entry.settings &&
+                      other.leave_out == entry.leave_out && other.apply == entry.apply;
+    if (same) return member.adapter;
+  }
+  return store_.Read(entry);
 }
 
 Stack::~Stack() {

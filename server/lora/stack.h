@@ -24,7 +24,7 @@ ResolvedAdapter Resolve(const ResidentModel& model, const ResidentAdapter& adapt
 // On the device thread. Borrows the model; holds (pins) the adapters as long as it lives.
 class Stack {
  public:
-  // Refuses as CheckStack and AdapterStore::Acquire do; the message names the entry.
+  // Refuses as CheckStack and AdapterStore::Read do; the message names the entry.
   static absl::StatusOr<std::unique_ptr<Stack>> Build(const ResidentModel& model, AdapterStore& store,
                                                       absl::Span<const StackEntry> entries);
 
@@ -67,6 +67,8 @@ class Stack {
   };
 
   Stack(const ResidentModel& model, AdapterStore& store) : model_(model), store_(store) {}
+  // The adapter of an entry: that of an earlier one of the same, or the store's.
+  absl::StatusOr<std::shared_ptr<const ResidentAdapter>> Read(const StackEntry& entry) const;
   // Which terms go into merged copies. BAD_STRENGTH where the order of the stack does not allow it.
   absl::Status PlanMerges();
   bool MergedAt(int site, const TermId& id) const;

@@ -179,6 +179,7 @@ v1::WorkerSnapshot WorkerService::Snapshot() const {
   model.set_weight_bytes(static_cast<uint64_t>(info.weight_bytes.value()));
   model.set_device(info.device);
   model.set_grid_width(info.grid_width);
+  for (const std::string& warning : info.warnings) model.add_warnings(warning);
 
   const MemoryReport report = engine_.Memory();
   v1::DeviceMemory& memory = *snapshot.mutable_memory();

@@ -36,6 +36,7 @@ struct ModelInfo {
   int64_t parameters = 0;
   ByteCount weight_bytes;
   int64_t grid_width = 0;  // Of the silu grid on a pruned base; 0: none.
+  std::vector<std::string> warnings;  // What is less than exact about it.
 };
 
 struct AdapterResidency {

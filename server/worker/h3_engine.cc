@@ -54,7 +54,8 @@ absl::StatusOr<std::unique_ptr<H3Engine>> H3Engine::Create(const EngineOptions& 
                    .device = device.str(),
                    .parameters = model.weights().parameters(),
                    .weight_bytes = model.weights().bytes(),
-                   .grid_width = model.silu_grid().has_value() ? model.silu_grid()->width : 0};
+                   .grid_width = model.silu_grid().has_value() ? model.silu_grid()->width : 0,
+                   .warnings = model.silu_grid().has_value() ? model.silu_grid()->warnings : std::vector<std::string>()};
   return engine;
 }
 

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from h3test import GOLDEN, ctl, golden
 
@@ -111,3 +111,15 @@ def test_pruned_base_refuses_what_it_cannot_apply_exactly(adapter, reason, serve
                               "--output", tmp_path / "out.safetensors", server=server.address)
     assert (code, error["reason"]) == (3, reason)
     assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_a_grid_of_16_bits_is_taken_and_its_loss_stated(serve, tmp_path):
+    """As it is published; the answer stays within what the rounding costs, and every place says so."""
+    exact = load_file(GOLDEN / "pruned/silu_temb_grid.safetensors")
+    save_file({"silu_t_emb_grid": next(iter(exact.values())).astype(np.float16)}, tmp_path / "grid.safetensors")
+    case = next(case for case in golden.CASES if case["name"] == "pruned_turbo_exact_grid")
+    server = serve(GOLDEN / "pruned/model.safetensors", "--silu-grid", tmp_path / "grid.safetensors")
+    assert golden.worst_error(run(case, server, tmp_path / "out.safetensors"), case) <= 5e-4
+    assert any("F16" in warning for warning in json.loads(ctl.ok("--json", "model", server=server.address))["models"][0]["warnings"])
+    loaded = json.loads(ctl.ok("--json", "adapters", "load", f"lora/{case['stack'][0]['file']}", server=server.address))
+    assert any("F16" in warning for warning in loaded["resolved"]["warnings"])

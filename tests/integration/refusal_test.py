@@ -30,12 +30,18 @@ def refused(golden_server, tmp_path, base_answer):
     """refused(command, *options) -> error object; checks that nothing was half-done."""
     before = base_answer()
 
+    def memory():
+        device = json.loads(ctl.ok("--json", "memory", server=golden_server.address))["devices"][0]
+        return device["owners"], sorted(adapter["digest"] for adapter in device["adapters"])
+
     def run(command, *options):
         output = tmp_path / "refused.safetensors"
+        held = memory()
         exit_code, error = ctl.refusal(command, *options, "--output", output, server=golden_server.address)
         assert exit_code == 3, error
         assert not output.exists()
         assert str(GOLDEN) not in json.dumps(error), "a path of the server reached a client"
+        assert memory() == held
         assert base_answer() == before
         return error
 

@@ -161,7 +161,8 @@ class Patched:
     def __init__(self, base, grid, adapters, strengths):
         self.base, self.grid = base, grid
         self.weights = dict(base)
-        self.on_tables = {}  # AdaLN module -> [(table, dense change)]: applied to what the table is at t, not to the base's features.
+        # AdaLN module -> [(table, dense change)]: changes of what the table is at t, not of the base's features.
+        self.on_tables = {}
         self.curves = []
         for adapter, strength in zip(adapters, strengths):
             self._patch(adapter, strength)
