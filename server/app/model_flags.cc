@@ -26,6 +26,8 @@ void ModelFlags::AddTo(CLI::App& app, bool model_required) {
       ->check(CLI::IsMember({"map", "copy"}))->capture_default_str()->group("Model");
   app.add_option("--device-memory", device_memory, "Bytes of the device to count on, e.g. 80GiB; default: all that the machine allows")
       ->check([](const std::string& text) { return ParseBytes(text).ok() ? "" : "not a number of bytes such as 80GiB: " + text; })->group("Model");
+  app.add_option("--adapter-memory", adapter_memory, "Bytes that adapters may take on the device; what no request holds goes, least recently used first. Default: no limit")
+      ->check([](const std::string& text) { return ParseBytes(text).ok() ? "" : "not a number of bytes such as 8GiB: " + text; })->group("Model");
   app.add_option("--materialized-idle", materialized_idle, "Bytes of merged copies (apply=materialized) that are kept though no request uses them; least recently used go first")
       ->check([](const std::string& text) { return ParseBytes(text).ok() ? "" : "not a number of bytes such as 4GiB: " + text; })->capture_default_str()->group("Model");
 }
@@ -34,6 +36,7 @@ std::vector<std::string> ModelFlags::Arguments(const std::string& device_name) c
   std::vector<std::string> arguments = {"--model", model, "--device", device_name, "--dtype", dtype, "--partition", partition,
                                         "--qkv-layout", qkv_layout, "--weights", weights, "--materialized-idle", materialized_idle};
   if (!silu_grid.empty()) arguments.insert(arguments.end(), {"--silu-grid", silu_grid});
+  if (!adapter_memory.empty()) arguments.insert(arguments.end(), {"--adapter-memory", adapter_memory});
   if (!device_memory.empty()) arguments.insert(arguments.end(), {"--device-memory", device_memory});
   return arguments;
 }

@@ -19,6 +19,7 @@ struct ModelFlags {
   std::string silu_grid;
   std::string weights = "map";
   std::string device_memory;
+  std::string adapter_memory;
   std::string materialized_idle = "4GiB";
 
   void AddTo(CLI::App& app, bool model_required);

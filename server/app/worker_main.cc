@@ -53,6 +53,7 @@ EngineOptions ToEngineOptions(const Flags& flags) {
   if (flags.model.qkv_layout != "auto") {
     options.checkpoint.qkv_layout = flags.model.qkv_layout == "stacked" ? QkvLayout::kStacked : QkvLayout::kInterleaved;
   }
+  if (!flags.model.adapter_memory.empty()) options.adapter_memory = ParseBytes(flags.model.adapter_memory).value();
   if (!flags.model.device_memory.empty()) options.device_memory = ParseBytes(flags.model.device_memory).value();
   return options;
 }
@@ -72,6 +73,10 @@ MemoryGauges ReadGauges(const Engine& engine) {
   const MemoryReport report = engine.Memory();
   MemoryGauges gauges{report.device,           report.total,          report.free, report.ledger, report.last_request_peak,
                       report.avoided_resident, report.base_mutations, {}};
+  gauges.adapter_budget = report.adapter_budget;
+  gauges.adapter_hits = report.adapter_hits;
+  gauges.adapter_misses = report.adapter_misses;
+  gauges.adapter_evictions = report.adapter_evictions;
   for (const AdapterResidency& adapter : report.adapters) gauges.adapters.push_back({adapter.name, adapter.bytes});
   return gauges;
 }

@@ -56,16 +56,20 @@ absl::StatusOr<std::pair<std::string, std::string>> AdapterStore::ReadContent(co
   return found;
 }
 
-absl::StatusOr<std::shared_ptr<const ResidentAdapter>> AdapterStore::Read(const StackEntry& entry) {
+absl::StatusOr<std::shared_ptr<const ResidentAdapter>> AdapterStore::Read(const StackEntry& entry, ByteCount beside) {
   const bool materialized = entry.apply == Apply::kMaterialized;
   if (!entry.digest.empty()) {
     auto resident = Find({entry.digest, entry.settings, entry.leave_out});
-    if (resident != nullptr && (materialized || WholeDifference(*resident) == nullptr)) return resident;
+    if (resident != nullptr && (materialized || WholeDifference(*resident) == nullptr)) {
+      hits_.fetch_add(1);
+      return resident;
+    }
   }
   H3_ASSIGN_OR_RETURN(const auto file, ReadContent(entry));
   const auto& [content, digest] = file;
   if (auto resident = Find({digest, entry.settings, entry.leave_out});
       resident != nullptr && (materialized || WholeDifference(*resident) == nullptr)) {
+    hits_.fetch_add(1);
     return resident;
   }
   const auto named = [&](const absl::Status& status) { return WithDetail(status, "adapter", entry.adapter); };
@@ -86,23 +90,62 @@ absl::StatusOr<std::shared_ptr<const ResidentAdapter>> AdapterStore::Read(const 
       },
       model_.geometry(), options);
   if (!manifest.ok()) return named(manifest.status());
+  const ByteCount needed = ResidentBytes(model_, *manifest);
+  H3_RETURN_IF_ERROR(MakeRoom(needed, beside, entry.adapter));
   auto resident = MakeResident(model_, *manifest, content, entry.adapter, digest);
   if (!resident.ok()) return named(resident.status());
+  misses_.fetch_add(1);
+  alive_.emplace_back(*resident, needed);
   return *resident;
+}
+
+absl::Status AdapterStore::MakeRoom(ByteCount needed, ByteCount beside, const std::string& name) {
+  std::erase_if(alive_, [](const auto& made) { return made.first.expired(); });
+  if (!options_.budget.has_value()) return absl::OkStatus();
+  const ByteCount budget = *options_.budget;
+  const auto refuse = [&](absl::StatusCode code, ByteCount held, absl::string_view what, ErrorDetails details) {
+    details.insert({{"adapter", name}, {"needed_bytes", absl::StrCat(needed.value())}, {"budget_bytes", absl::StrCat(budget.value())},
+                    {"held_bytes", absl::StrCat(held.value())}});
+    return Refuse(code, reason::kVramExceeded,
+                  absl::StrCat("adapter ", name, " needs ", needed.value(), " bytes, ", what, " ", held.value(), " of the ", budget.value(),
+                               " that adapters may take (--adapter-memory)"),
+                  std::move(details));
+  };
+  if (beside + needed > budget) return refuse(absl::StatusCode::kFailedPrecondition, beside, "the rest of its stack takes", {});
+  for (;;) {
+    ByteCount held;
+    for (const auto& [adapter, bytes] : alive_) held += adapter.expired() ? ByteCount(0) : bytes;
+    if (held + needed <= budget) return absl::OkStatus();
+    absl::MutexLock lock(&mu_);
+    auto oldest = adapters_.end();
+    for (auto it = adapters_.begin(); it != adapters_.end(); ++it) {
+      if (it->second.adapter.use_count() > 1) continue;
+      if (oldest == adapters_.end() || it->second.last_use < oldest->second.last_use) oldest = it;
+    }
+    if (oldest == adapters_.end()) {
+      return refuse(absl::StatusCode::kResourceExhausted, held, "requests that run hold", {{"retry_seconds", "1"}});
+    }
+    norms_.Forget(*oldest->second.adapter);
+    adapters_.erase(oldest);
+    evictions_.fetch_add(1);
+  }
 }
 
 void AdapterStore::Keep(const StackEntry& entry, std::shared_ptr<const ResidentAdapter> adapter) {
   Key key{adapter->digest, entry.settings, entry.leave_out};
   absl::MutexLock lock(&mu_);
-  adapters_.try_emplace(std::move(key), std::move(adapter));
+  adapters_.try_emplace(std::move(key), Resident{std::move(adapter), ++uses_});
 }
+
+AdapterStoreStats AdapterStore::Stats() const { return {hits_.load(), misses_.load(), evictions_.load()}; }
 
 absl::StatusOr<ByteCount> AdapterStore::Unload(const std::string& digest) {
   std::vector<std::shared_ptr<const ResidentAdapter>> removed;  // Freed after the lock.
   ByteCount freed;
   merged_.Drop(digest);
   absl::MutexLock lock(&mu_);
-  for (const auto& [key, adapter] : adapters_) {
+  for (const auto& [key, resident] : adapters_) {
+    const auto& adapter = resident.adapter;
     if (key.digest == digest && adapter.use_count() > 1) {
       return Refuse(absl::StatusCode::kFailedPrecondition, reason::kInUse,
                     absl::StrCat("adapter ", adapter->name, " is used by ", adapter.use_count() - 1,
@@ -115,9 +158,9 @@ absl::StatusOr<ByteCount> AdapterStore::Unload(const std::string& digest) {
       ++it;
       continue;
     }
-    freed += it->second->bytes;
-    norms_.Forget(*it->second);
-    removed.push_back(std::move(it->second));
+    freed += it->second.adapter->bytes;
+    norms_.Forget(*it->second.adapter);
+    removed.push_back(std::move(it->second.adapter));
     it = adapters_.erase(it);
   }
   if (removed.empty()) return NotResident(absl::StrCat("sha256:", digest));
@@ -127,7 +170,8 @@ absl::StatusOr<ByteCount> AdapterStore::Unload(const std::string& digest) {
 std::vector<StoredAdapter> AdapterStore::List() const {
   absl::MutexLock lock(&mu_);
   std::vector<StoredAdapter> list;
-  for (const auto& [key, adapter] : adapters_) {
+  for (const auto& [key, resident] : adapters_) {
+    const auto& adapter = resident.adapter;
     list.push_back({adapter->name, adapter->digest, adapter->bytes, adapter.use_count() - 1});
   }
   return list;
@@ -136,16 +180,18 @@ std::vector<StoredAdapter> AdapterStore::List() const {
 ByteCount AdapterStore::PinnedMergedBytes() const {
   absl::MutexLock lock(&mu_);
   std::vector<const ResidentAdapter*> pinned;
-  for (const auto& [key, adapter] : adapters_) {
-    if (adapter.use_count() > 1) pinned.push_back(adapter.get());
+  for (const auto& [key, resident] : adapters_) {
+    if (resident.adapter.use_count() > 1) pinned.push_back(resident.adapter.get());
   }
   return MergedBytes(model_, pinned);
 }
 
-std::shared_ptr<const ResidentAdapter> AdapterStore::Find(const Key& key) const {
+std::shared_ptr<const ResidentAdapter> AdapterStore::Find(const Key& key) {
   absl::MutexLock lock(&mu_);
   const auto found = adapters_.find(key);
-  return found == adapters_.end() ? nullptr : found->second;
+  if (found == adapters_.end()) return nullptr;
+  found->second.last_use = ++uses_;
+  return found->second.adapter;
 }
 
 }  // namespace h3

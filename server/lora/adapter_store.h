@@ -1,8 +1,10 @@
 // The adapters of one worker: found by digest, loaded once, pinned while a stack holds them.
 #pragma once
 
+#include <atomic>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -25,10 +27,20 @@ struct StoredAdapter {
   int64_t pins = 0;  // Stacks that hold it.
 };
 
+// How the store did so far.
+struct AdapterStoreStats {
+  int64_t hits = 0;    // An adapter was resident when a stack asked for it.
+  int64_t misses = 0;  // It had to be read.
+  int64_t evictions = 0;
+};
+
 struct AdapterStoreOptions {
   std::string directory;  // Where names are looked up.
   std::string blobs;      // Where uploaded content lies, by digest; empty: nowhere.
   ByteCount idle_merged;  // Merged copies that are kept though nobody uses them.
+  // Bytes that adapters may take on the device. What nobody holds goes, least recently used first, before another comes in; it is
+  // never exceeded. Absent: no limit.
+  std::optional<ByteCount> budget;
 };
 
 // Everything but List and PinnedMergedBytes: on the device thread. Those: any thread.
@@ -40,9 +52,12 @@ class AdapterStore {
 
   // The adapter of a stack entry (its strength and factors are not looked at): resident already, or read, hashed, checked and
   // copied now. Gone with the last handle, unless it is kept. An entry without a digest takes what the file is now.
-  // NOT_FOUND / UNKNOWN_ADAPTER; ABORTED / ADAPTER_CHANGED when the file's digest is another; and everything that ReadAdapter and
-  // MakeResident refuse.
-  absl::StatusOr<std::shared_ptr<const ResidentAdapter>> Read(const StackEntry& entry) ABSL_LOCKS_EXCLUDED(mu_);
+  // `beside`: bytes of adapters that the caller will hold together with it.
+  // NOT_FOUND / UNKNOWN_ADAPTER; ABORTED / ADAPTER_CHANGED when the file's digest is another; VRAM_EXCEEDED with FAILED_PRECONDITION
+  // when it can never fit the budget, RESOURCE_EXHAUSTED while others hold what would have to go; and everything that ReadAdapter
+  // and MakeResident refuse.
+  absl::StatusOr<std::shared_ptr<const ResidentAdapter>> Read(const StackEntry& entry, ByteCount beside = ByteCount(0))
+      ABSL_LOCKS_EXCLUDED(mu_);
   // What Read gave for that entry stays resident, until Unload.
   void Keep(const StackEntry& entry, std::shared_ptr<const ResidentAdapter> adapter) ABSL_LOCKS_EXCLUDED(mu_);
 
@@ -53,6 +68,9 @@ class AdapterStore {
 
   // What a merging runtime would hold a second time for the adapters that are pinned now.
   ByteCount PinnedMergedBytes() const ABSL_LOCKS_EXCLUDED(mu_);
+
+  AdapterStoreStats Stats() const;  // Any thread.
+  const std::optional<ByteCount>& budget() const { return options_.budget; }
 
   NormCache& norms() { return norms_; }
   MergedWeights& merged() { return merged_; }
@@ -66,7 +84,15 @@ class AdapterStore {
     auto operator<=>(const Key&) const = default;
   };
 
-  std::shared_ptr<const ResidentAdapter> Find(const Key& key) const ABSL_LOCKS_EXCLUDED(mu_);
+  struct Resident {
+    std::shared_ptr<const ResidentAdapter> adapter;
+    int64_t last_use = 0;
+  };
+
+  // Counts as a use.
+  std::shared_ptr<const ResidentAdapter> Find(const Key& key) ABSL_LOCKS_EXCLUDED(mu_);
+  // Evicts until `needed` more bytes fit the budget.
+  absl::Status MakeRoom(ByteCount needed, ByteCount beside, const std::string& name) ABSL_LOCKS_EXCLUDED(mu_);
   // The bytes of an entry's file, and their digest.
   absl::StatusOr<std::pair<std::string, std::string>> ReadContent(const StackEntry& entry) const;
 
@@ -75,7 +101,10 @@ class AdapterStore {
   NormCache norms_;
   MergedWeights merged_;
   mutable absl::Mutex mu_;
-  std::map<Key, std::shared_ptr<const ResidentAdapter>> adapters_ ABSL_GUARDED_BY(mu_);
+  std::map<Key, Resident> adapters_ ABSL_GUARDED_BY(mu_);
+  std::vector<std::pair<std::weak_ptr<const ResidentAdapter>, ByteCount>> alive_;  // Every adapter that was made: kept, or only held.
+  int64_t uses_ = 0;
+  std::atomic<int64_t> hits_{0}, misses_{0}, evictions_{0};
 };
 
 }  // namespace h3

@@ -80,6 +80,9 @@ struct ResidentAdapter {
 absl::StatusOr<std::shared_ptr<const ResidentAdapter>> MakeResident(const ResidentModel& model, const AdapterManifest& manifest,
                                                                     absl::string_view file, std::string name, std::string digest);
 
+// Bytes that MakeResident will hold on the device for that manifest.
+ByteCount ResidentBytes(const ResidentModel& model, const AdapterManifest& manifest);
+
 // A term of [out, in] size, which only apply=materialized may use; null: there is none.
 const ResidentTerm* WholeDifference(const ResidentAdapter& adapter);
 

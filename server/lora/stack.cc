@@ -118,13 +118,18 @@ absl::StatusOr<std::unique_ptr<Stack>> Stack::Build(const ResidentModel& model, 
 }
 
 absl::StatusOr<std::shared_ptr<const ResidentAdapter>> Stack::Read(const StackEntry& entry) const {
+  std::set<const ResidentAdapter*> held;
+  ByteCount beside;
+  for (const Member& member : members_) {
+    if (held.insert(member.adapter.get()).second) beside += member.adapter->bytes;
+  }
   for (const Member& member : members_) {
     const StackEntry& other = member.entry;
     const bool same = other.adapter == entry.adapter && other.digest == entry.digest && other.settings == entry.settings &&
                       other.leave_out == entry.leave_out && other.apply == entry.apply;
     if (same) return member.adapter;
   }
-  return store_.Read(entry);
+  return store_.Read(entry, beside);
 }
 
 Stack::~Stack() {

@@ -88,12 +88,20 @@ std::vector<prometheus::MetricFamily> MemoryCollector::Collect() const {
   single("h3_rematerialization_avoided_resident_bytes",
          "Bytes that a merging runtime would hold a second time for the adapters in use now.", Bytes(now.avoided_resident));
 
-  prometheus::MetricFamily mutations;
-  mutations.name = "h3_base_weight_mutations_total";
-  mutations.help = "Times that a base weight was found changed; must stay 0.";
-  mutations.type = prometheus::MetricType::Counter;
-  Add(mutations, static_cast<double>(now.base_mutations), {device});
-  families.push_back(std::move(mutations));
+  const auto counter = [&](const char* name, const char* help) -> prometheus::MetricFamily& {
+    families.push_back(Gauge(name, help));
+    families.back().type = prometheus::MetricType::Counter;
+    return families.back();
+  };
+  Add(counter("h3_base_weight_mutations_total", "Times that a base weight was found changed; must stay 0."),
+      static_cast<double>(now.base_mutations), {device});
+  prometheus::MetricFamily& lookups = counter("h3_adapter_cache_lookups_total", "Adapters that stacks asked for: on the device already, or not.");
+  Add(lookups, static_cast<double>(now.adapter_hits), {{"result", "hit"}, {"tier", "device"}});
+  Add(lookups, static_cast<double>(now.adapter_misses), {{"result", "miss"}, {"tier", "device"}});
+  Add(counter("h3_adapter_evictions_total", "Adapters that had to go for others."), static_cast<double>(now.adapter_evictions),
+      {{"reason", "budget"}, {"tier", "device"}});
+  families.push_back(Gauge("h3_vram_budget_bytes", "Bytes that a pool may take; no series where it has no limit."));
+  if (now.adapter_budget.has_value()) Add(families.back(), Bytes(*now.adapter_budget), {device, {"pool", "adapters"}});
 
   // One series a name: while a replaced file's old content is still pinned, two adapters share one, and a scrape must not
   // repeat a series.

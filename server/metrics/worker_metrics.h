@@ -8,6 +8,7 @@
 #include <prometheus/registry.h>
 
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -45,6 +46,8 @@ struct MemoryGauges {
   ByteCount avoided_resident;
   int64_t base_mutations = 0;
   std::vector<AdapterGauge> adapters;
+  std::optional<ByteCount> adapter_budget;
+  int64_t adapter_hits = 0, adapter_misses = 0, adapter_evictions = 0;
 };
 
 // Gauges that are read when Prometheus asks, not when they change. At most 50 adapters by size, the rest as "other".

@@ -55,6 +55,8 @@ struct MemoryReport {
   std::vector<AdapterResidency> adapters;
   ByteCount avoided_resident;  // What a merging runtime would hold in addition for the adapters that are pinned now.
   int64_t base_mutations = 0;
+  std::optional<ByteCount> adapter_budget;
+  int64_t adapter_hits = 0, adapter_misses = 0, adapter_evictions = 0;
 };
 
 // What a run or a session starts from. Tensors by the names of proto/h3/v1/generation.proto.
@@ -157,6 +159,7 @@ struct EngineOptions {
   std::string model;     // Path of the checkpoint.
   std::string adapters;  // Directory.
   std::string blobs;     // Directory of uploaded content by digest; empty: none.
+  std::optional<ByteCount> adapter_memory;  // That adapters may take on the device; absent: no limit.
   ByteCount idle_merged = ByteCount(int64_t{4} << 30);  // Merged copies that are kept though no request uses them.
   std::string device = "auto";  // "auto", "cpu", "cuda", "cuda:N".
   std::string dtype = "auto";   // "auto", "float32", "bfloat16", "float16".

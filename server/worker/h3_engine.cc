@@ -40,7 +40,7 @@ absl::StatusOr<std::unique_ptr<H3Engine>> H3Engine::Create(const EngineOptions& 
                                           {.device = device, .copy_weights = options.copy_weights, .dtype = dtype, .silu_grid = options.silu_grid}));
   const ResidentModel& model = *engine->resident_;
   engine->store_ = std::make_unique<AdapterStore>(
-      model, AdapterStoreOptions{.directory = options.adapters, .blobs = options.blobs, .idle_merged = options.idle_merged});
+      model, AdapterStoreOptions{.directory = options.adapters, .blobs = options.blobs, .idle_merged = options.idle_merged, .budget = options.adapter_memory});
   // On the CPU nobody but us keeps to --device-memory.
   if (device.is_cpu()) SetAllocationLimit(options.device_memory);
   H3_ASSIGN_OR_RETURN(engine->capacity_, ProbeDevice(device, ledger.Snapshot().used, options.device_memory));
@@ -120,6 +120,11 @@ MemoryReport H3Engine::Memory() const {
   }
   report.avoided_resident = store_->PinnedMergedBytes();
   report.base_mutations = base_mutations_.load();
+  report.adapter_budget = store_->budget();
+  const AdapterStoreStats stats = store_->Stats();
+  report.adapter_hits = stats.hits;
+  report.adapter_misses = stats.misses;
+  report.adapter_evictions = stats.evictions;
   return report;
 }
 

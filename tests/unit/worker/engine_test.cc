@@ -280,6 +280,53 @@ TEST_F(EngineTest, AMergedCopyThatDoesNotFitLeavesNothing) {
   EXPECT_TRUE(Generate(SpecOf("t2va", stack, 1)).ok());
 }
 
+// A budget that holds a third of the adapters: never exceeded, whatever the stacks, and the answers stay the same.
+TEST_F(EngineTest, AdaptersStayWithinTheirBudget) {
+  const std::vector<std::string> names = {"turbo_bare", "turbo_comfy_alpha4", "turbo_diffusers", "style_bf16", "style_fp16_metaalpha", "edges_fp32",
+                                          "split_qkv_ranks", "dora", "dora_columns", "lokr", "uneven", "time_embedder"};
+  int64_t all = 0, largest = 0;
+  for (const std::string& name : names) {
+    const int64_t bytes = engine_->LoadAdapter({.adapter = name})->bytes.value();
+    all += bytes;
+    largest = std::max(largest, bytes);
+  }
+  const ByteCount others = Ledger().of(Owner::kAdapters);  // The other engine's: the ledger is the process's.
+  const ByteCount budget(std::max(all / 3, largest));
+  const auto engine = MakeEngine({.model = GoldenPath("full/model.safetensors"), .adapters = GoldenPath("lora"), .adapter_memory = budget,
+                                  .device = "cpu"}).value();
+  std::mt19937 random(3);
+  int refused = 0;
+  for (int i = 0; i < 300; ++i) {
+    Stack stack;
+    for (size_t n = random() % 4; n > 0; --n) stack.push_back({names[random() % names.size()], "", 0.5});
+    auto run = engine->StartGeneration(SpecOf("t2va", stack, 1));
+    ASSERT_LE(Ledger().of(Owner::kAdapters) - others, budget);
+    if (run.ok()) continue;
+    ASSERT_EQ(ReasonOf(run.status()), reason::kVramExceeded) << run.status();
+    EXPECT_EQ(run.status().code(), absl::StatusCode::kFailedPrecondition) << "alone in the house, what does not fit never fits";
+    ++refused;
+  }
+  const MemoryReport report = engine->Memory();
+  EXPECT_GT(report.adapter_hits, 0);
+  EXPECT_GT(report.adapter_evictions, 10);
+  EXPECT_LT(refused, 150);
+  ByteCount resident;
+  for (const AdapterResidency& adapter : report.adapters) resident += adapter.bytes;
+  EXPECT_EQ(Ledger().of(Owner::kAdapters) - others, resident);
+
+  // What another run holds does not go for it.
+  auto first = engine->StartGeneration(SpecOf("t2va", {{"turbo_bare", "", 1}}, 1));
+  auto second = engine->StartGeneration(SpecOf("t2va", {{"turbo_diffusers", "", 1}}, 1));
+  if (!second.ok()) {
+    EXPECT_EQ(second.status().code(), absl::StatusCode::kResourceExhausted) << second.status();
+    EXPECT_EQ(DetailsOf(second.status()).at("retry_seconds"), "1");
+    first = absl::CancelledError("let go");
+    EXPECT_TRUE(engine->StartGeneration(SpecOf("t2va", {{"turbo_diffusers", "", 1}}, 1)).ok());
+  } else {
+    ADD_FAILURE() << "the budget is too large for this test: " << budget.value();
+  }
+}
+
 TEST_F(EngineTest, WhatAMergedCopyCannotDoIsRefused) {
   const auto refusal = [](Stack stack) { return ReasonOf(Generate(SpecOf("t2va", stack, 2)).status()); };
   Stack stack = {{"dora", "", 0.5}, {"turbo_bare", "", 0.5}};
