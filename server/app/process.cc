@@ -40,6 +40,7 @@ void BlockStopSignals() {
   const sigset_t signals = StopSignals();
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);
   signal(SIGPIPE, SIG_IGN);
+  signal(SIGXFSZ, SIG_IGN);  // A file size limit is a full disk, and told as one.
 }
 
 void OnStopSignal(std::function<void()> drain) {

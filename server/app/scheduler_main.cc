@@ -103,10 +103,12 @@ int Run(const Flags& flags) {
   std::optional<PrivateFolder> folder(std::in_place);
   if (flags.state.empty()) spdlog::warn("no --state: uploads, adapter settings and presets are forgotten when this process ends");
   const std::string state = flags.state.empty() ? absl::StrCat(folder->path(), "/state") : flags.state;
-  auto content = ContentStore::Create(absl::StrCat(state, "/blobs"));
-  auto records = content.ok() ? StateStore::Open(absl::StrCat(state, "/state.sqlite")) : content.status();
-  if (!records.ok()) {
-    spdlog::error(absl::StrCat("cannot use --state: ", records.status().message()));
+  std::error_code ignored;  // Told by what comes next.
+  fs::create_directories(state, ignored);
+  auto records = StateStore::Open(absl::StrCat(state, "/state.sqlite"));
+  auto content = records.ok() ? ContentStore::Create(absl::StrCat(state, "/blobs")) : records.status();
+  if (!content.ok()) {
+    spdlog::error(absl::StrCat("cannot use --state: ", content.status().message()));
     return 1;
   }
   // gRPC's own threads may still speak to these while the process ends: they live as long as it does.

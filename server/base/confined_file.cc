@@ -14,6 +14,7 @@
 #include "absl/strings/str_split.h"
 #include "server/base/error.h"
 #include "server/base/status_macros.h"
+#include "server/base/text.h"
 
 namespace h3 {
 namespace {
@@ -39,6 +40,7 @@ absl::Status CheckConfinedName(absl::string_view name) {
       return refuse("control characters, backslashes and percent signs are not allowed");
     }
   }
+  if (!IsText(name)) return refuse("it is not UTF-8");
   for (const absl::string_view part : absl::StrSplit(name, '/')) {
     if (part.empty() || part == "." || part == "..") return refuse("it must be a plain relative path, without empty parts, . or ..");
   }

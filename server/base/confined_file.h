@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -15,7 +16,10 @@ class FileDescriptor {
  public:
   explicit FileDescriptor(int fd) : fd_(fd) {}
   FileDescriptor(FileDescriptor&& other) noexcept : fd_(other.fd_) { other.fd_ = -1; }
-  FileDescriptor& operator=(FileDescriptor&&) = delete;
+  FileDescriptor& operator=(FileDescriptor&& other) noexcept {
+    std::swap(fd_, other.fd_);
+    return *this;
+  }
   ~FileDescriptor();
   int get() const { return fd_; }
 
@@ -23,7 +27,7 @@ class FileDescriptor {
   int fd_;
 };
 
-// INVALID_ARGUMENT / UNKNOWN_ADAPTER unless `name` is a relative path of 1 to 255 bytes without empty, `.` or `..` parts,
+// INVALID_ARGUMENT / UNKNOWN_ADAPTER unless `name` is a relative path of 1 to 255 bytes of UTF-8 without empty, `.` or `..` parts,
 // backslashes, percent signs, control characters or NUL.
 absl::Status CheckConfinedName(absl::string_view name);
 

@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <limits>
 #include <map>
 #include <optional>
-#include <set>
 #include <tuple>
 #include <utility>
 
@@ -41,6 +41,9 @@ absl::Status CheckFloat(const TensorInfo& tensor) {
              {{"dtype", std::string(DTypeName(tensor.dtype))}});
 }
 
+// More than any weight of H3 has rows: nothing is gained beyond, and temporaries are as wide as the rank.
+constexpr int64_t kMaxRank = 32768;
+
 bool IsAdaln(SiteKind kind) { return kind == SiteKind::kAdaln || kind == SiteKind::kFinalAdaln; }
 
 // Whether stored fc1 rows are [gate; up], where the file says so itself.
@@ -66,10 +69,9 @@ class Intake {
     manifest_.partition = file_.partition;
     manifest_.ignored_sections = file_.ignored_sections;
     manifest_.warnings = file_.warnings;
-    H3_ASSIGN_OR_RETURN(declared_, ReadDeclaredScale(header_.metadata, options_.settings.peft_config, file_.section));
+    declared_ = ReadDeclaredScale(header_.metadata, options_.settings.peft_config, file_.section);
     H3_RETURN_IF_ERROR(TakeCurve());
     for (const AdapterModule& module : file_.modules) H3_RETURN_IF_ERROR(TakeModule(module));
-    H3_RETURN_IF_ERROR(CheckDeclaredRank());
     std::stable_sort(manifest_.terms.begin(), manifest_.terms.end(),
                      [](const AdapterTerm& a, const AdapterTerm& b) { return a.site < b.site; });
     H3_RETURN_IF_ERROR(CheckOverlaps());
@@ -80,6 +82,8 @@ class Intake {
   }
 
  private:
+  bool AlphaGiven() const { return options_.alpha.has_value() || options_.settings.alpha.has_value(); }
+
   bool MayLeaveOutAdaln() const {
     return std::find(options_.leave_out.begin(), options_.leave_out.end(), "adaln") != options_.leave_out.end();
   }
@@ -229,7 +233,7 @@ class Intake {
     term.root_rank = declared_.root_rank;
     const TensorInfo* tensor = module.Find(Part::kAlpha);
     std::optional<double> own;
-    if (tensor != nullptr) {
+    if (tensor != nullptr && !AlphaGiven()) {
       H3_ASSIGN_OR_RETURN(own, ReadAlphaTensor(*tensor, read_));
     }
     if (options_.alpha.has_value()) {
@@ -241,34 +245,31 @@ class Intake {
     } else if (own.has_value()) {
       term.alpha = *own;
       term.scale_source = "alpha tensor";
-    } else if (const auto declared = declared_.AlphaOf(module.name); declared.has_value()) {
-      term.alpha = *declared;
-      term.scale_source = declared_.source;
     } else {
-      term.alpha = static_cast<double>(rank);
-      term.scale_source = "default (alpha = rank)";
+      H3_RETURN_IF_ERROR(declared_.problem);
+      const std::optional<double> alpha = declared_.AlphaOf(module.name);
+      term.alpha = alpha.value_or(static_cast<double>(rank));
+      term.scale_source = alpha.has_value() ? declared_.source : "default (alpha = rank)";
+      if (alpha.has_value()) H3_RETURN_IF_ERROR(FitDeclaredRank(module, rank, term));
     }
     const double r = static_cast<double>(rank);
     term.scale = term.alpha / (term.root_rank ? std::sqrt(r) : r);
-    ranks_.insert(rank);
-    declared_ranks_met_ |= declared_.RankOf(module.name) == rank;
     return absl::OkStatus();
   }
 
-  // A declared rank that no module has means that the file is not what its metadata say.
-  absl::Status CheckDeclaredRank() const {
-    if (!declared_.rank.has_value() || ranks_.empty() || declared_ranks_met_ || declared_.alpha == std::nullopt ||
-        options_.alpha.has_value() || options_.settings.alpha.has_value()) {
+  // A declared alpha is meant for the rank that is declared with it.
+  absl::Status FitDeclaredRank(const AdapterModule& module, int64_t rank, AdapterTerm& term) const {
+    const std::optional<int64_t> declared = declared_.RankOf(module.name);
+    if (!declared.has_value() || *declared == rank) return absl::OkStatus();
+    const Site& site = SiteOf(*module.target);
+    if (site.kind == SiteKind::kQkv && term.rows.count == site.out && rank == 3 * *declared && !term.root_rank) {
+      term.alpha *= 3;  // Three projections of the declared rank, fused: the factors are theirs, and so is the scale.
       return absl::OkStatus();
     }
-    // Fused projections of a converted file have three times the declared rank, or the declared rank is theirs.
-    for (const int64_t rank : ranks_) {
-      if (*declared_.rank == 3 * rank || rank == 3 * *declared_.rank) return absl::OkStatus();
-    }
     return RefuseArgument(reason::kBadScale,
-                          absl::StrCat("the metadata declare rank ", *declared_.rank, ", the factors have rank ", absl::StrJoin(ranks_, ", "),
-                                       "; alpha cannot be trusted (give alpha= in the request)"),
-                          {{"declared_rank", absl::StrCat(*declared_.rank)}});
+                          absl::StrCat("the metadata declare rank ", *declared, " with alpha ", term.alpha, ", module ", module.name, " has rank ", rank,
+                                       " and no alpha of its own; which scale is meant is not said (give alpha= in the request, or `adapters set`)"),
+                          {{"tensor", module.name}, {"declared_rank", absl::StrCat(*declared)}, {"rank", absl::StrCat(rank)}});
   }
 
   absl::Status TakeLowRank(const AdapterModule& module, const Site& site, const TensorInfo& a, const TensorInfo& b) {
@@ -296,6 +297,10 @@ class Intake {
     if (a.shape[0] != b.shape[1]) {
       return Bad(reason::kRankMismatch, b, absl::StrCat("has rank ", b.shape[1], ", its lora_A has rank ", a.shape[0]),
                  {{"rank_a", absl::StrCat(a.shape[0])}, {"rank_b", absl::StrCat(b.shape[1])}});
+    }
+    if (a.shape[0] > kMaxRank) {
+      return Bad(reason::kUnsupportedAdapterType, a, absl::StrCat("has rank ", a.shape[0], "; at most ", kMaxRank, " can be applied"),
+                 {{"rank", absl::StrCat(a.shape[0])}});
     }
     H3_RETURN_IF_ERROR(SetScale(module, a.shape[0], term));
     LowRank low_rank{.a = a, .b = b};
@@ -331,7 +336,6 @@ class Intake {
 
   // To which features an AdaLN term of that input width is applied, and their width. nullopt: left out, as allowed.
   absl::StatusOr<std::optional<int64_t>> RouteAdaln(const Site& site, const TensorInfo& tensor, int64_t width, AdapterTerm& term) {
-    const auto expected = [&](int64_t in) { return absl::StrCat("[rank, ", in, "]"); };
     if (file_.table != nullptr && width == file_.table->shape[1]) {
       term.features = AdalnFeatures::kOwnTable;
       if (!manifest_.own_table.has_value()) {
@@ -340,16 +344,8 @@ class Intake {
       }
       return width;
     }
-    if (!geometry_.pruned()) {
-      if (width == site.in) return width;
-      return Refuse(absl::StatusCode::kFailedPrecondition, reason::kBaseMismatch,
-                    absl::StrCat("tensor ", tensor.name, ": an AdaLN pair of width ", width, " on a full base of width ", site.in,
-                                 "; it is in the coordinates of a pruned base's table"),
-                    {{"tensor", tensor.name}, {"shape", ShapeText(tensor.shape)}, {"expected", expected(site.in)}});
-    }
-    const bool fits_table = width == site.in;
-    if (!fits_table && options_.base_has_grid) {
-      if (width != options_.grid_width) return BadShape(tensor, absl::StrCat(expected(options_.grid_width), " (the silu grid's width)"));
+    if (!geometry_.pruned() && width == site.in) return width;
+    if (geometry_.pruned() && width != site.in && options_.base_has_grid && width == options_.grid_width) {
       term.features = AdalnFeatures::kGrid;
       return width;
     }
@@ -357,23 +353,32 @@ class Intake {
       manifest_.left_out.push_back(site.name);
       return std::nullopt;
     }
-    if (fits_table) {
+    const ErrorDetails details = {{"tensor", tensor.name}, {"shape", ShapeText(tensor.shape)}};
+    if (!geometry_.pruned()) {
+      return Refuse(absl::StatusCode::kFailedPrecondition, reason::kBaseMismatch,
+                    absl::StrCat("tensor ", tensor.name, ": an AdaLN pair of width ", width, " on a full base of width ", site.in,
+                                 "; it is in the coordinates of a pruned base's table (with that adaln_t_table in the file it can be applied)"),
+                    details);
+    }
+    if (width == site.in) {
       // The coordinates are arbitrary up to a linear change, so that fitting proves nothing.
       return Refuse(absl::StatusCode::kFailedPrecondition, reason::kBaseMismatch,
                     absl::StrCat("tensor ", tensor.name, ": an AdaLN pair in table coordinates, and the file holds no adaln_t_table to say "
                                  "which; add the table of the base that it was made for, or allow leave-out=adaln"),
-                    {{"tensor", tensor.name}});
+                    details);
     }
+    if (options_.base_has_grid) return BadShape(tensor, absl::StrCat("[rank, ", options_.grid_width, "] (the silu grid's width)"));
     return Refuse(absl::StatusCode::kFailedPrecondition, reason::kAdalnNeedsGrid,
                   absl::StrCat("tensor ", tensor.name, ": AdaLN pairs of width ", width, " on a pruned base of width ", site.in,
                                " need the full model's time embedding; start the server with --silu-grid, or allow leave-out=adaln"),
-                  {{"tensor", tensor.name}, {"shape", ShapeText(tensor.shape)}, {"expected", expected(site.in)}});
+                  details);
   }
 
   absl::Status TakeKronecker(const AdapterModule& module, const Site& site) {
     Kronecker kronecker;
     int64_t rank = 0;
     int64_t rows = 1, columns = 1;
+    int64_t held = 0, largest = 0;  // Elements of the factors as they are applied: halves as their product.
     const TensorInfo* shown = nullptr;
     const auto factor = [&](Part whole, Part left, Part right, absl::string_view name, std::optional<TensorInfo>& into,
                             std::optional<TensorInfo>& into_a, std::optional<TensorInfo>& into_b) -> absl::Status {
@@ -384,11 +389,14 @@ class Intake {
         if (t == nullptr) continue;
         H3_RETURN_IF_ERROR(CheckFloat(*t));
         if (t->shape.size() != 2 || t->shape[0] < 1 || t->shape[1] < 1) return BadShape(*t, "two dimensions of at least 1");
-        manifest_.device_bytes += t->bytes;
         shown = t;
       }
       // Sizes beyond int64 fit no module.
       const auto grow = [&](int64_t more_rows, int64_t more_columns) {
+        int64_t elements = 0;
+        if (__builtin_mul_overflow(more_rows, more_columns, &elements)) elements = std::numeric_limits<int64_t>::max() / 16;
+        largest = std::max(largest, elements);
+        held += elements;
         if (__builtin_mul_overflow(rows, more_rows, &rows) || __builtin_mul_overflow(columns, more_columns, &columns)) rows = -1;
       };
       if (w != nullptr && l == nullptr && r == nullptr) {
@@ -427,6 +435,13 @@ class Intake {
     if (const TensorInfo* magnitude = module.Find(Part::kMagnitude); magnitude != nullptr) {
       return Bad(reason::kUnsupportedDora, *magnitude, "DoRA over LoKr factors cannot be applied");
     }
+    if (!options_.materialized && 2 * largest > rows * columns) {
+      return Bad(reason::kUnsupportedAdapterType, *shown,
+                 "a LoKr with one factor about as large as the weight is a full difference; use apply=materialized, or extract a low-rank "
+                 "adapter from it",
+                 {{"type", "full difference (LoKr)"}});
+    }
+    manifest_.device_bytes += 4 * held;
     if (rank > 0) {
       H3_RETURN_IF_ERROR(SetScale(module, rank, term));
     } else {
@@ -461,8 +476,6 @@ class Intake {
   const ModuleNames names_;
   AdapterModules file_;
   DeclaredScale declared_;
-  std::set<int64_t> ranks_;
-  bool declared_ranks_met_ = false;
   AdapterManifest manifest_;
 };
 

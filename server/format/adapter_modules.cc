@@ -35,10 +35,11 @@ Partition PartitionInMetadata(const std::map<std::string, std::string>& metadata
 absl::StatusOr<std::vector<Named>> ParseNames(const SafetensorsHeader& header) {
   std::vector<Named> all;
   const TensorInfo* stranger = nullptr;
+  int64_t strangers = 0;
   for (const TensorInfo& tensor : header.tensors) {
     std::optional<ParsedName> name = ParseTensorName(tensor.name);
     if (!name.has_value()) {
-      if (stranger == nullptr) stranger = &tensor;
+      if (strangers++ == 0) stranger = &tensor;
       continue;
     }
     if (name->part == Part::kUnsupported) {
@@ -57,7 +58,8 @@ absl::StatusOr<std::vector<Named>> ParseNames(const SafetensorsHeader& header) {
   }
   if (stranger != nullptr) {
     return BadAdapterTensor(reason::kUnknownModule, *stranger,
-                            "is no known part of an adapter; nothing may be dropped, so the file is refused");
+                            "is no known part of an adapter; nothing may be dropped, so the file is refused",
+                            {{"count", absl::StrCat(strangers)}});
   }
   return all;
 }

@@ -5,6 +5,7 @@
 #include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "server/base/text.h"
 
 namespace h3 {
 namespace {
@@ -24,10 +25,10 @@ std::string ProducerOf(const SafetensorsHeader& header) {
     if (found == header.metadata.end() || found->second.empty()) continue;
     // Some write {"name": ..., "version": ...}.
     const auto json = nlohmann::json::parse(found->second, nullptr, /*allow_exceptions=*/false);
-    if (!json.is_object() || !json.contains("name") || !json["name"].is_string()) return found->second.substr(0, kMaxText);
+    if (!json.is_object() || !json.contains("name") || !json["name"].is_string()) return CleanText(found->second, kMaxText);
     std::string text = json["name"].get<std::string>();
     if (json.contains("version") && json["version"].is_string()) absl::StrAppend(&text, " ", json["version"].get<std::string>());
-    return text.substr(0, kMaxText);
+    return CleanText(text, kMaxText);
   }
   for (const auto& [key, value] : header.metadata) {
     if (absl::StartsWith(key, "ss_")) return "kohya sd-scripts or musubi-tuner (ss_ metadata)";
@@ -45,7 +46,7 @@ std::map<std::string, std::string> ScheduleHintsOf(const SafetensorsHeader& head
     // How long it was trained says nothing about sampling.
     const bool training = absl::StartsWith(name, "ss_steps") || absl::StrContains(name, "train_steps") || absl::StrContains(name, "global_step") ||
                           absl::StrContains(name, "lr_scheduler") || absl::StrContains(name, "warmup") || absl::StrContains(name, "accumulation");
-    if (speaks && !training) hints[key] = value.substr(0, kMaxText);
+    if (speaks && !training) hints[CleanText(key, kMaxText)] = CleanText(value, kMaxText);
   }
   return hints;
 }

@@ -44,21 +44,26 @@ absl::Status Agree(std::optional<double>& known, double value, absl::string_view
   return absl::OkStatus();
 }
 
-// More than any model has modules that could have a pattern each.
-constexpr size_t kMaxPatterns = 1024;
+// More than any model has modules that could have a pattern each, and longer than any module's name.
+constexpr size_t kMaxPatterns = 1024, kMaxPatternBytes = 256;
 
-// PEFT matches a pattern against the end of a module name. RE2 takes time linear in the name, whatever the pattern. Null where it is
-// no expression: then it matches nothing.
+// PEFT matches a pattern against the end of a module name. RE2 takes time linear in the name, whatever the pattern; a small memory
+// limit bounds what compiling takes (counted repetitions can blow up a short pattern).
 absl::StatusOr<std::shared_ptr<const RE2>> Compile(const std::string& pattern, size_t known) {
   if (known >= kMaxPatterns) return BadScale(absl::StrCat("more than ", kMaxPatterns, " patterns of alpha or rank"));
-  auto expression = std::make_shared<const RE2>(absl::StrCat("(.*\\.)?(", pattern, ")"), RE2::Quiet);
-  return expression->ok() ? expression : nullptr;
+  RE2::Options options(RE2::Quiet);
+  options.set_max_mem(int64_t{64} << 10);
+  if (pattern.size() <= kMaxPatternBytes) {
+    auto expression = std::make_shared<const RE2>(absl::StrCat("(.*\\.)?(", pattern, ")"), options);
+    if (expression->ok()) return expression;
+  }
+  return BadScale(absl::StrCat("\"", pattern.substr(0, 32), "\" is no pattern of module names, or too large a one"));
 }
 
 template <typename T>
 std::optional<T> FirstMatch(const std::vector<std::pair<std::shared_ptr<const RE2>, T>>& patterns, const std::string& module) {
   for (const auto& [expression, value] : patterns) {
-    if (expression != nullptr && RE2::FullMatch(module, *expression)) return value;
+    if (RE2::FullMatch(module, *expression)) return value;
   }
   return std::nullopt;
 }
@@ -68,7 +73,26 @@ class Collector {
   explicit Collector(std::string section) : section_(std::move(section)) {}
 
   // One key of the metadata, of the JSON in lora_adapter_metadata, or of adapter_config.json.
-  absl::Status Take(absl::string_view key, const Json& value, absl::string_view source) {
+  void Take(absl::string_view key, const Json& value, absl::string_view source) { Note(Parse(key, value, source)); }
+  // The first problem counts.
+  void Note(absl::Status problem) {
+    if (result_.problem.ok()) result_.problem = std::move(problem);
+  }
+
+  DeclaredScale Finish() {
+    result_.alpha = alpha_;
+    if (rank_.has_value()) {
+      if (*rank_ == std::floor(*rank_) && *rank_ >= 1 && *rank_ <= 1e6) {
+        result_.rank = static_cast<int64_t>(*rank_);
+      } else {
+        Note(BadScale(absl::StrCat("a declared rank of ", *rank_, " is no rank")));
+      }
+    }
+    return std::move(result_);
+  }
+
+ private:
+  absl::Status Parse(absl::string_view key, const Json& value, absl::string_view source) {
     absl::string_view name = key;
     if (const size_t dot = name.rfind('.'); dot != absl::string_view::npos) {
       if (name.substr(0, dot) != section_) return absl::OkStatus();  // Another component's.
@@ -88,7 +112,9 @@ class Collector {
       H3_ASSIGN_OR_RETURN(const double rank, number());
       H3_RETURN_IF_ERROR(Agree(rank_, rank, "the rank", key));
     } else if (name == "use_rslora") {
-      result_.root_rank |= value.is_boolean() ? value.get<bool>() : absl::EqualsIgnoreCase(value.is_string() ? value.get<std::string>() : "", "true");
+      const std::string text = value.is_string() ? value.get<std::string>() : "";
+      result_.root_rank |= value.is_boolean() ? value.get<bool>()
+                                              : absl::EqualsIgnoreCase(text, "true") || absl::EqualsIgnoreCase(text, "yes") || text == "1";
     } else if (name == "alpha_pattern" && value.is_object()) {
       for (const auto& [pattern, alpha] : value.items()) {
         if (!alpha.is_number() || !IsAlpha(alpha.get<double>())) return BadScale(absl::StrCat("alpha_pattern of ", pattern, " is not a finite number >= 0"));
@@ -105,16 +131,6 @@ class Collector {
     return absl::OkStatus();
   }
 
-  absl::StatusOr<DeclaredScale> Finish() {
-    result_.alpha = alpha_;
-    if (rank_.has_value()) {
-      if (*rank_ != std::floor(*rank_) || *rank_ < 1 || *rank_ > 1e6) return BadScale(absl::StrCat("a declared rank of ", *rank_, " is no rank"));
-      result_.rank = static_cast<int64_t>(*rank_);
-    }
-    return result_;
-  }
-
- private:
   const std::string section_;
   DeclaredScale result_;
   std::optional<double> alpha_, rank_;
@@ -155,22 +171,28 @@ std::optional<int64_t> DeclaredScale::RankOf(const std::string& module) const {
   return own.has_value() ? own : rank;
 }
 
-absl::StatusOr<DeclaredScale> ReadDeclaredScale(const std::map<std::string, std::string>& metadata, const std::string& peft_config,
-                                                const std::string& section) {
+DeclaredScale ReadDeclaredScale(const std::map<std::string, std::string>& metadata, const std::string& peft_config,
+                                const std::string& section) {
   Collector collector(section);
   for (const auto& [key, value] : metadata) {
-    if (key == "lora_adapter_metadata") {
-      const Json json = Json::parse(value, nullptr, /*allow_exceptions=*/false);
-      if (!json.is_object()) return BadScale("metadata lora_adapter_metadata is not a JSON object", {{"key", key}});
-      for (const auto& [inner, entry] : json.items()) H3_RETURN_IF_ERROR(collector.Take(inner, entry, "lora_adapter_metadata"));
+    if (key != "lora_adapter_metadata") {
+      collector.Take(key, Json(value), absl::StrCat("metadata ", key));
+      continue;
+    }
+    const Json json = Json::parse(value, nullptr, /*allow_exceptions=*/false);
+    if (json.is_object()) {
+      for (const auto& [inner, entry] : json.items()) collector.Take(inner, entry, "lora_adapter_metadata");
     } else {
-      H3_RETURN_IF_ERROR(collector.Take(key, Json(value), absl::StrCat("metadata ", key)));
+      collector.Note(BadScale("metadata lora_adapter_metadata is not a JSON object", {{"key", key}}));
     }
   }
   if (!peft_config.empty()) {
     const Json json = Json::parse(peft_config, nullptr, /*allow_exceptions=*/false);
-    if (!json.is_object()) return BadScale("adapter_config.json is not a JSON object");
-    for (const auto& [key, entry] : json.items()) H3_RETURN_IF_ERROR(collector.Take(key, entry, "adapter_config.json"));
+    if (json.is_object()) {
+      for (const auto& [key, entry] : json.items()) collector.Take(key, entry, "adapter_config.json");
+    } else {
+      collector.Note(BadScale("adapter_config.json is not a JSON object"));
+    }
   }
   return collector.Finish();
 }

@@ -27,14 +27,16 @@ struct DeclaredScale {
   std::vector<std::pair<std::shared_ptr<const re2::RE2>, double>> alpha_pattern;
   std::vector<std::pair<std::shared_ptr<const re2::RE2>, int64_t>> rank_pattern;
   std::string source;                           // "metadata alpha", "adapter_config.json", ...
+  // BAD_SCALE: a value that is not a finite number >= 0, or two that contradict each other. It matters only where a module has no alpha
+  // of its own: tools write "Dynamic" beside alpha tensors.
+  absl::Status problem;
 
   std::optional<double> AlphaOf(const std::string& module) const;
   std::optional<int64_t> RankOf(const std::string& module) const;
 };
 
-// `section`: the component whose entries count ("transformer" or "transformer_ref"). BAD_SCALE: a value that is not a finite number
-// >= 0, or two that contradict each other.
-absl::StatusOr<DeclaredScale> ReadDeclaredScale(const std::map<std::string, std::string>& metadata, const std::string& peft_config,
+// `section`: the component whose entries count ("transformer" or "transformer_ref").
+DeclaredScale ReadDeclaredScale(const std::map<std::string, std::string>& metadata, const std::string& peft_config,
                                                 const std::string& section);
 
 // The value of an alpha tensor: shape [] or [1], any number type. BAD_SCALE otherwise, or where it is not a finite number >= 0.

@@ -17,6 +17,8 @@ constexpr int64_t kMaxAdapterBytes = int64_t{16} << 30;
 constexpr absl::string_view kAdapterSuffix = ".safetensors";
 constexpr absl::string_view kPeftFile = "/adapter_model.safetensors";
 
+bool AlphaGiven(const StackEntry& entry) { return entry.alpha.has_value() || entry.settings.alpha.has_value(); }
+
 absl::Status NotResident(absl::string_view what) {
   return Refuse(absl::StatusCode::kNotFound, reason::kUnknownAdapter, absl::StrCat("adapter ", what, " is not resident"),
                 {{"adapter", std::string(what)}});
@@ -44,8 +46,9 @@ absl::StatusOr<std::pair<std::string, std::string>> AdapterStore::ReadContent(co
   auto file = OpenConfined(options_.directory, name, kAdapterSuffix);
   if (!file.ok()) {
     // A directory that PEFT saved is one adapter.
-    if (auto inner = OpenConfined(options_.directory, absl::StrCat(name, kPeftFile)); inner.ok()) return read(*inner);
-    return file.status();
+    absl::Status plain = file.status();
+    file = OpenConfined(options_.directory, absl::StrCat(name, kPeftFile));
+    if (!file.ok()) return plain;
   }
   H3_ASSIGN_OR_RETURN(auto found, read(*file));
   if (!entry.digest.empty() && found.second != entry.digest) {
@@ -57,21 +60,12 @@ absl::StatusOr<std::pair<std::string, std::string>> AdapterStore::ReadContent(co
 }
 
 absl::StatusOr<std::shared_ptr<const ResidentAdapter>> AdapterStore::Read(const StackEntry& entry, ByteCount beside) {
-  const bool materialized = entry.apply == Apply::kMaterialized;
   if (!entry.digest.empty()) {
-    auto resident = Find({entry.digest, entry.settings, entry.leave_out});
-    if (resident != nullptr && (materialized || WholeDifference(*resident) == nullptr)) {
-      hits_.fetch_add(1);
-      return resident;
-    }
+    if (auto resident = FindFor(entry, entry.digest); resident != nullptr) return resident;
   }
   H3_ASSIGN_OR_RETURN(const auto file, ReadContent(entry));
   const auto& [content, digest] = file;
-  if (auto resident = Find({digest, entry.settings, entry.leave_out});
-      resident != nullptr && (materialized || WholeDifference(*resident) == nullptr)) {
-    hits_.fetch_add(1);
-    return resident;
-  }
+  if (auto resident = FindFor(entry, digest); resident != nullptr) return resident;
   const auto named = [&](const absl::Status& status) { return WithDetail(status, "adapter", entry.adapter); };
   const auto header = ParseSafetensorsHeader(content, static_cast<int64_t>(content.size()));
   if (!header.ok()) return named(header.status());
@@ -80,23 +74,36 @@ absl::StatusOr<std::shared_ptr<const ResidentAdapter>> AdapterStore::Read(const 
   options.base_has_grid = model_.silu_grid().has_value();
   options.grid_width = options.base_has_grid ? model_.silu_grid()->width : 0;
   options.interleaved_base = model_.interleaved_qkv();
-  options.settings = entry.settings;
+  options.settings = KeyOf(entry, digest).settings;
   options.leave_out = entry.leave_out;
-  options.materialized = materialized;
-  const auto manifest = ReadAdapter(
-      *header,
-      [&](const TensorInfo& info) -> absl::StatusOr<std::string> {
-        return content.substr(static_cast<size_t>(info.offset), static_cast<size_t>(info.bytes));
-      },
-      model_.geometry(), options);
+  options.materialized = entry.apply == Apply::kMaterialized;
+  const auto read = [&] {
+    return ReadAdapter(
+        *header,
+        [&](const TensorInfo& info) -> absl::StatusOr<std::string> {
+          return content.substr(static_cast<size_t>(info.offset), static_cast<size_t>(info.bytes));
+        },
+        model_.geometry(), options);
+  };
+  auto manifest = read();
+  if (ReasonOf(manifest.status()) == reason::kBadScale && AlphaGiven(entry)) {
+    options.alpha = 1;  // Which one does not matter here: stacks put theirs in its place.
+    manifest = read();
+  }
   if (!manifest.ok()) return named(manifest.status());
   const ByteCount needed = ResidentBytes(model_, *manifest);
   H3_RETURN_IF_ERROR(MakeRoom(needed, beside, entry.adapter));
   auto resident = MakeResident(model_, *manifest, content, entry.adapter, digest);
   if (!resident.ok()) return named(resident.status());
   misses_.fetch_add(1);
-  alive_.emplace_back(*resident, needed);
-  return *resident;
+  // Whatever lets go of it last, what was derived from it goes with it.
+  (*resident)->own_scale = !options.alpha.has_value();
+  std::shared_ptr<const ResidentAdapter> handle(resident->get(), [this, owned = *resident](const ResidentAdapter* adapter) mutable {
+    norms_.Forget(*adapter);
+    owned.reset();
+  });
+  alive_.emplace_back(handle, needed);
+  return handle;
 }
 
 absl::Status AdapterStore::MakeRoom(ByteCount needed, ByteCount beside, const std::string& name) {
@@ -125,14 +132,32 @@ absl::Status AdapterStore::MakeRoom(ByteCount needed, ByteCount beside, const st
     if (oldest == adapters_.end()) {
       return refuse(absl::StatusCode::kResourceExhausted, held, "requests that run hold", {{"retry_seconds", "1"}});
     }
-    norms_.Forget(*oldest->second.adapter);
     adapters_.erase(oldest);
     evictions_.fetch_add(1);
   }
 }
 
+std::shared_ptr<const ResidentAdapter> AdapterStore::FindFor(const StackEntry& entry, const std::string& digest) {
+  Key key = KeyOf(entry, digest);
+  auto resident = Find(key);
+  if (resident == nullptr && AlphaGiven(entry)) {
+    key.own_scale = false;
+    resident = Find(key);
+  }
+  if (resident == nullptr || (entry.apply != Apply::kMaterialized && WholeDifference(*resident) != nullptr)) return nullptr;
+  hits_.fetch_add(1);
+  return resident;
+}
+
+AdapterStore::Key AdapterStore::KeyOf(const StackEntry& entry, const std::string& digest) {
+  Key key{digest, entry.settings, entry.leave_out};
+  key.settings.alpha.reset();  // A number of the stack's, not of the tensors.
+  return key;
+}
+
 void AdapterStore::Keep(const StackEntry& entry, std::shared_ptr<const ResidentAdapter> adapter) {
-  Key key{adapter->digest, entry.settings, entry.leave_out};
+  Key key = KeyOf(entry, adapter->digest);
+  key.own_scale = adapter->own_scale;
   absl::MutexLock lock(&mu_);
   adapters_.try_emplace(std::move(key), Resident{std::move(adapter), ++uses_});
 }
@@ -159,7 +184,6 @@ absl::StatusOr<ByteCount> AdapterStore::Unload(const std::string& digest) {
       continue;
     }
     freed += it->second.adapter->bytes;
-    norms_.Forget(*it->second.adapter);
     removed.push_back(std::move(it->second.adapter));
     it = adapters_.erase(it);
   }

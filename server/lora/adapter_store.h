@@ -52,7 +52,7 @@ class AdapterStore {
 
   // The adapter of a stack entry (its strength and factors are not looked at): resident already, or read, hashed, checked and
   // copied now. Gone with the last handle, unless it is kept. An entry without a digest takes what the file is now.
-  // `beside`: bytes of adapters that the caller will hold together with it.
+  // Handles are let go of on the device thread, before the store. `beside`: bytes of adapters that the caller will hold together with it.
   // NOT_FOUND / UNKNOWN_ADAPTER; ABORTED / ADAPTER_CHANGED when the file's digest is another; VRAM_EXCEEDED with FAILED_PRECONDITION
   // when it can never fit the budget, RESOURCE_EXHAUSTED while others hold what would have to go; and everything that ReadAdapter
   // and MakeResident refuse.
@@ -81,8 +81,13 @@ class AdapterStore {
     std::string digest;
     AdapterSettings settings;
     std::vector<std::string> leave_out;
+    bool own_scale = true;  // False: the file's own alphas contradict each other; a stack must give one.
     auto operator<=>(const Key&) const = default;
   };
+
+  static Key KeyOf(const StackEntry& entry, const std::string& digest);
+  // What is resident and serves the entry; counts a hit.
+  std::shared_ptr<const ResidentAdapter> FindFor(const StackEntry& entry, const std::string& digest) ABSL_LOCKS_EXCLUDED(mu_);
 
   struct Resident {
     std::shared_ptr<const ResidentAdapter> adapter;

@@ -12,10 +12,16 @@
 namespace h3 {
 namespace {
 
-// |B A|_F^2 = sum((B^T B) * (A A^T)): two products of rank x rank, in float64.
+// |B A|_F^2 = sum((B^T B) * (A A^T)): two products of rank x rank, in float64, some rows at a time (a rank may be absurd).
 double SquaredNorm(const at::Tensor& a, const at::Tensor& b) {
+  constexpr int64_t kRows = 512;
   const at::Tensor wide_a = a.to(at::kDouble), wide_b = b.to(at::kDouble);
-  return at::mm(wide_b.t(), wide_b).mul_(at::mm(wide_a, wide_a.t())).sum().item<double>();
+  double sum = 0;
+  for (int64_t begin = 0; begin < a.size(0); begin += kRows) {
+    const int64_t count = std::min(kRows, a.size(0) - begin);
+    sum += at::mm(wide_b.narrow(1, begin, count).t(), wide_b).mul_(at::mm(wide_a.narrow(0, begin, count), wide_a.t())).sum().item<double>();
+  }
+  return sum;
 }
 
 double SquaredNorm(const at::Tensor& x) { return x.to(at::kDouble).square_().sum().item<double>(); }

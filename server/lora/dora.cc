@@ -8,6 +8,7 @@
 #include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
+#include <limits>
 #include <optional>
 #include <vector>
 
@@ -120,9 +121,11 @@ at::Tensor Norms(const BaseLinear& base, NormCache* cache, absl::Span<const Site
   return SquaredNormsByPass(base, before, term, scale, modality).sqrt_();
 }
 
-// m / |V|, float64; 1 where the row or column is all zero or the adapter has none, so that nothing is divided by zero.
+// m / |V|, float64; 1 where the row or column is all zero or the adapter has none, so that nothing is divided by zero. NaN where
+// squares overflowed: m / inf would be 0, a finite answer and a wrong one.
 at::Tensor Gains(const ResidentLowRank& low_rank, const at::Tensor& norms) {
-  at::Tensor gains = low_rank.magnitude.to(at::kDouble).div(norms).nan_to_num_(1.0, 1.0, 1.0);
+  at::Tensor gains = low_rank.magnitude.to(at::kDouble).div(norms);
+  gains.masked_fill_(norms.eq(0), 1.0).masked_fill_(norms.isfinite().logical_not_(), std::numeric_limits<double>::quiet_NaN());
   if (low_rank.covered.defined()) gains = gains.mul(low_rank.covered).add_(low_rank.covered.neg().add_(1.0));
   return gains;
 }

@@ -233,9 +233,9 @@ ByteCount TensorBytes(const ResidentAdapter& adapter) {
 
 }  // namespace
 
-absl::StatusOr<std::shared_ptr<const ResidentAdapter>> MakeResident(const ResidentModel& model, const AdapterManifest& manifest,
+absl::StatusOr<std::shared_ptr<ResidentAdapter>> MakeResident(const ResidentModel& model, const AdapterManifest& manifest,
                                                                     absl::string_view file, std::string name, std::string digest) {
-  return CatchTorch(absl::StrCat("adapter ", name), [&]() -> absl::StatusOr<std::shared_ptr<const ResidentAdapter>> {
+  return CatchTorch(absl::StrCat("adapter ", name), [&]() -> absl::StatusOr<std::shared_ptr<ResidentAdapter>> {
     auto adapter = std::make_shared<ResidentAdapter>();
     adapter->name = std::move(name);
     adapter->digest = std::move(digest);

@@ -71,13 +71,14 @@ struct ResidentAdapter {
   std::vector<std::string> left_out;
   std::vector<std::string> warnings;
   std::string format;
+  bool own_scale = true;  // False: the scales of its terms mean nothing until a stack gives alpha.
   ByteCount bytes;  // On the device, all tensors above.
 };
 
 // Copies the terms of `manifest` out of `file` (the whole file, from its first byte) to the model's device: to the compute type
 // at block linears, as stored elsewhere (float64 as float32). Every factor is checked to be finite.
 // INVALID_ARGUMENT / NOT_FINITE with the tensor. RESOURCE_EXHAUSTED / VRAM_EXCEEDED. A failure leaves nothing behind.
-absl::StatusOr<std::shared_ptr<const ResidentAdapter>> MakeResident(const ResidentModel& model, const AdapterManifest& manifest,
+absl::StatusOr<std::shared_ptr<ResidentAdapter>> MakeResident(const ResidentModel& model, const AdapterManifest& manifest,
                                                                     absl::string_view file, std::string name, std::string digest);
 
 // Bytes that MakeResident will hold on the device for that manifest.

@@ -24,11 +24,8 @@ bool IsTextSite(absl::string_view name) {
   return absl::StartsWith(name, "condition_proj") || absl::StartsWith(name, "token_refiner.");
 }
 
-double ScaleOf(const ResidentTerm& term, const std::optional<double>& alpha) {
-  if (!alpha.has_value() || term.rank == 0) return term.scale;
-  const double rank = static_cast<double>(term.rank);
-  return *alpha / (term.root_rank ? std::sqrt(rank) : rank);
-}
+// What takes the place of every alpha of the file: the request's, or what is kept of the adapter.
+std::optional<double> AlphaOf(const StackEntry& entry) { return entry.alpha.has_value() ? entry.alpha : entry.settings.alpha; }
 
 bool IsDora(const ResidentTerm& term) {
   const auto* low_rank = std::get_if<ResidentLowRank>(&term.what);
@@ -59,13 +56,20 @@ SiteProgram& ProgramOf(StackProgram& program, const ResidentAdapter& adapter, co
 
 }  // namespace
 
+double ScaleOf(const ResidentTerm& term, const std::optional<double>& alpha) {
+  if (!alpha.has_value() || term.rank == 0) return term.scale;
+  const double rank = static_cast<double>(term.rank);
+  return *alpha / (term.root_rank ? std::sqrt(rank) : rank);
+}
+
 ResolvedAdapter Resolve(const ResidentModel& model, const ResidentAdapter& adapter, const StackEntry& entry) {
   std::vector<TermScale> scales;
   std::set<int> modules;
+  const std::optional<double> alpha = AlphaOf(entry);
   for (const ResidentTerm& term : adapter.terms) {
-    const bool overridden = entry.alpha.has_value() && term.rank > 0;
-    scales.push_back({model.sites()[static_cast<size_t>(term.site)].kind, term.rank, overridden ? *entry.alpha : term.alpha,
-                      ScaleOf(term, entry.alpha), overridden ? "request" : term.scale_source});
+    const bool overridden = alpha.has_value() && term.rank > 0;
+    scales.push_back({model.sites()[static_cast<size_t>(term.site)].kind, term.rank, overridden ? *alpha : term.alpha, ScaleOf(term, alpha),
+                      !overridden ? term.scale_source : entry.alpha.has_value() ? "request" : "adapter settings"});
     modules.insert(term.site);
   }
   return {.adapter = entry.adapter,
@@ -93,7 +97,7 @@ absl::StatusOr<std::unique_ptr<Stack>> Stack::Build(const ResidentModel& model, 
     if (!adapter.ok()) return WithDetail(adapter.status(), "field", absl::StrCat("stack[", i, "]"));
     Member member{.entry = entry, .adapter = *adapter};
     for (const ResidentTerm& term : (*adapter)->terms) {
-      member.scales.push_back(ScaleOf(term, entry.alpha));
+      member.scales.push_back(ScaleOf(term, AlphaOf(entry)));
       member.touches_text |= IsTextSite(model.sites()[static_cast<size_t>(term.site)].name);
     }
     for (const ResidentNormOffset& norm : (*adapter)->norm_offsets) member.touches_text |= IsTextSite(norm.tensor);
@@ -126,8 +130,9 @@ absl::StatusOr<std::shared_ptr<const ResidentAdapter>> Stack::Read(const StackEn
   for (const Member& member : members_) {
     const StackEntry& other = member.entry;
     const bool same = other.adapter == entry.adapter && other.digest == entry.digest && other.settings == entry.settings &&
-                      other.leave_out == entry.leave_out && other.apply == entry.apply;
-    if (same) return member.adapter;
+                      other.leave_out == entry.leave_out;
+    // The store refuses a whole difference that no merged copy takes.
+    if (same && (entry.apply == Apply::kMaterialized || WholeDifference(*member.adapter) == nullptr)) return member.adapter;
   }
   return store_.Read(entry, beside);
 }

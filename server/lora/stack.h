@@ -18,6 +18,9 @@
 
 namespace h3 {
 
+// The scale of a term with that alpha in place of the file's.
+double ScaleOf(const ResidentTerm& term, const std::optional<double>& alpha);
+
 // What an entry turned out to be on this base, as answers tell it. Without auto-strength ratios.
 ResolvedAdapter Resolve(const ResidentModel& model, const ResidentAdapter& adapter, const StackEntry& entry);
 

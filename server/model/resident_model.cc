@@ -119,7 +119,11 @@ absl::StatusOr<std::unique_ptr<ResidentModel>> ResidentModel::Load(const Checkpo
   }
   if (!options.silu_grid.empty() && checkpoint.geometry.pruned()) {
     const OwnerScope owner(Owner::kBaseWeights);
-    H3_ASSIGN_OR_RETURN(model->silu_grid_, CatchTorch("silu grid", [&] { return LoadSiluGrid(options.silu_grid, options.device); }));
+    auto grid = CatchTorch("silu grid", [&] { return LoadSiluGrid(options.silu_grid, options.device); });
+    // Of two files that are opened at the start, say which.
+    if (absl::IsNotFound(grid.status())) return absl::NotFoundError(absl::StrCat("--silu-grid: ", grid.status().message()));
+    if (!grid.ok()) return grid.status();
+    model->silu_grid_ = *std::move(grid);
   }
   model->fingerprint_ = weights.Fingerprint();
   return model;

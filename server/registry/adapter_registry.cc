@@ -111,38 +111,36 @@ absl::StatusOr<AdapterRegistry::ContentPtr> AdapterRegistry::Read(const std::str
     if (leaf == kPeftModel) {
       H3_ASSIGN_OR_RETURN(peft_config, config(folder));
     }
-    return ReadFile(name, *file, std::move(peft_config), false);
+    return ReadFile(name, *file, std::move(peft_config), "");
   } else if (!absl::IsNotFound(file.status())) {
     return file.status();
   }
   if (const auto file = OpenConfined(directory_, absl::StrCat(name, "/", kPeftModel, kSuffix)); file.ok()) {
     H3_ASSIGN_OR_RETURN(std::string peft_config, config(name + "/"));
-    return ReadFile(name, *file, std::move(peft_config), false);
+    return ReadFile(name, *file, std::move(peft_config), "");
   }
   H3_ASSIGN_OR_RETURN(const std::optional<std::string> digest, state_.Get(kUploads, name));
   if (!digest.has_value()) return Unknown(name);
   H3_ASSIGN_OR_RETURN(const FileDescriptor file, content_.Open(*digest));
-  return ReadFile(name, file, "", true);
+  return ReadFile(name, file, "", *digest);
 }
 
 absl::StatusOr<AdapterRegistry::ContentPtr> AdapterRegistry::ReadFile(const std::string& name, const FileDescriptor& file,
-                                                                      std::string peft_config, bool uploaded) {
+                                                                      std::string peft_config, const std::string& uploaded) {
   struct stat info;
   if (fstat(file.get(), &info) != 0) return Unknown(name);
   const Signature signature{info.st_dev, info.st_ino, info.st_size, Nanoseconds(info.st_mtim), Nanoseconds(info.st_ctim)};
-  {
-    absl::MutexLock lock(&mu_);
-    const auto known = contents_.find(name);
-    if (known != contents_.end() && known->second->signature == signature && known->second->peft_config == peft_config) {
-      return known->second;
-    }
-  }
+  const auto known = contents_.find(name);
+  if (known != contents_.end() && known->second->signature == signature && known->second->peft_config == peft_config) return known->second;
   auto content = std::make_shared<Content>();
   content->signature = signature;
   content->peft_config = std::move(peft_config);
-  content->uploaded = uploaded;
+  content->uploaded = !uploaded.empty();
   H3_ASSIGN_OR_RETURN(content->header, ReadSafetensorsHeader(file));
-  H3_ASSIGN_OR_RETURN(content->digest, HashFile(file));
+  content->digest = uploaded;
+  if (uploaded.empty()) {
+    H3_ASSIGN_OR_RETURN(content->digest, HashFile(file));
+  }
   for (const TensorInfo& tensor : content->header.tensors) {
     if (tensor.bytes > 8) continue;
     std::string bytes(static_cast<size_t>(tensor.bytes), '\0');
@@ -150,20 +148,14 @@ absl::StatusOr<AdapterRegistry::ContentPtr> AdapterRegistry::ReadFile(const std:
       return absl::InternalError("cannot read the adapter");
     content->scalars[tensor.name] = std::move(bytes);
   }
-  absl::MutexLock lock(&mu_);
   contents_[name] = content;
   return ContentPtr(content);
 }
 
 absl::StatusOr<AdapterRegistry::ContentPtr> AdapterRegistry::ReadByDigest(const std::string& name) {
   H3_ASSIGN_OR_RETURN(const std::string digest, ParseDigest(name));
-  {
-    absl::MutexLock lock(&mu_);
-    for (const auto& [known, content] : contents_) {
-      if (content->digest == digest) return content;
-    }
-  }
-  if (const auto file = content_.Open(digest); file.ok()) return ReadFile(name, *file, "", true);
+  if (const std::string known = NameOf(digest); known != name) return Read(known);
+  if (const auto file = content_.Open(digest); file.ok()) return ReadFile(name, *file, "", digest);
   // Perhaps in a file that nobody has named yet: each is read once, then its digest is known.
   H3_ASSIGN_OR_RETURN(const std::vector<RegisteredAdapter> adapters, List());
   for (const RegisteredAdapter& adapter : adapters) {
@@ -287,8 +279,7 @@ absl::StatusOr<std::vector<RegisteredAdapter>> AdapterRegistry::List() {
   for (auto& [name, adapter] : adapters) {
     ContentPtr content;
     {
-      absl::MutexLock lock(&mu_);
-      if (const auto known = contents_.find(name); known != contents_.end()) content = known->second;
+        if (const auto known = contents_.find(name); known != contents_.end()) content = known->second;
     }
     if (content != nullptr) {
       adapter.digest = content->digest;
@@ -306,9 +297,14 @@ absl::StatusOr<std::string> AdapterRegistry::Digest(const std::string& name) {
 }
 
 std::string AdapterRegistry::NameOf(const std::string& digest) {
-  absl::MutexLock lock(&mu_);
+  std::vector<std::string> names;
   for (const auto& [name, content] : contents_) {
-    if (content->digest == digest && !absl::StartsWith(name, kDigestPrefix)) return name;
+    if (content->digest == digest && !absl::StartsWith(name, kDigestPrefix)) names.push_back(name);
+  }
+  // A file may have been replaced since it was read.
+  for (const std::string& name : names) {
+    const auto now = Read(name);
+    if (now.ok() && (*now)->digest == digest) return name;
   }
   return absl::StrCat(kDigestPrefix, digest);
 }
@@ -346,13 +342,14 @@ absl::Status AdapterRegistry::ForgetUnnamed(const std::string& digest) {
     if (named == digest) return absl::OkStatus();
   }
   content_.Remove(digest);
-  absl::MutexLock lock(&mu_);
   contents_.erase(absl::StrCat(kDigestPrefix, digest));
   return absl::OkStatus();
 }
 
-absl::Status AdapterRegistry::ForgetAllUnnamed() {
-  for (const std::string& digest : content_.List()) H3_RETURN_IF_ERROR(ForgetUnnamed(digest));
+absl::Status AdapterRegistry::ForgetAllUnnamed(const std::set<std::string>& but) {
+  for (const std::string& digest : content_.List()) {
+    if (!but.contains(digest)) H3_RETURN_IF_ERROR(ForgetUnnamed(digest));
+  }
   return absl::OkStatus();
 }
 

@@ -5,12 +5,11 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
-#include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
-#include "absl/synchronization/mutex.h"
 #include "server/format/adapter.h"
 #include "server/format/adapter_settings.h"
 #include "server/format/checkpoint.h"
@@ -47,7 +46,7 @@ struct HeaderReport {
   double arithmetic_percent = 0;
 };
 
-// On one thread, except NameOf: methods read files and may take as long as hashing a large one. Never call them in a gRPC reaction.
+// On one thread: methods read files and may take as long as hashing a large one. Never call them in a gRPC reaction.
 class AdapterRegistry {
  public:
   // Borrows both stores.
@@ -55,36 +54,36 @@ class AdapterRegistry {
       : directory_(std::move(directory)), content_(content), state_(state) {}
 
   // The content that a name stands for. NOT_FOUND / UNKNOWN_ADAPTER, or what is wrong with the name or the file.
-  absl::StatusOr<RegisteredAdapter> Find(const std::string& name) ABSL_LOCKS_EXCLUDED(mu_);
+  absl::StatusOr<RegisteredAdapter> Find(const std::string& name);
 
   // What a stack entry is on that base: digest pinned, settings, scales and their sources from the header. Refusals as
   // ReadAdapter's, and NOT_FOUND / UNKNOWN_ADAPTER; FAILED_PRECONDITION / ADAPTER_CHANGED when the entry pins another digest. The
   // message names the entry.
-  absl::StatusOr<ResolvedAdapter> Resolve(const StackEntry& entry, size_t index, const BaseFacts& base) ABSL_LOCKS_EXCLUDED(mu_);
+  absl::StatusOr<ResolvedAdapter> Resolve(const StackEntry& entry, size_t index, const BaseFacts& base);
 
   // Errors only where there is no such file, or it is no safetensors file.
-  absl::StatusOr<HeaderReport> Report(const std::string& name, const BaseFacts& base) ABSL_LOCKS_EXCLUDED(mu_);
+  absl::StatusOr<HeaderReport> Report(const std::string& name, const BaseFacts& base);
 
   // Every adapter, by name.
-  absl::StatusOr<std::vector<RegisteredAdapter>> List() ABSL_LOCKS_EXCLUDED(mu_);
+  absl::StatusOr<std::vector<RegisteredAdapter>> List();
 
   // The digest of a name's content now; HEX of `sha256:HEX`, whether there is such content or not.
-  absl::StatusOr<std::string> Digest(const std::string& name) ABSL_LOCKS_EXCLUDED(mu_);
+  absl::StatusOr<std::string> Digest(const std::string& name);
 
-  // A name under which content of that digest was read, or "sha256:HEX". Reads no file; any thread.
-  std::string NameOf(const std::string& digest) ABSL_LOCKS_EXCLUDED(mu_);
+  // A name that leads to content of that digest now, or "sha256:HEX".
+  std::string NameOf(const std::string& digest);
 
   // Replaces what is kept for that content. peft_config is not kept: it lies beside the file.
   absl::Status SetSettings(const std::string& digest, const AdapterSettings& settings);
 
   // `name` stands for that uploaded content from now on. FAILED_PRECONDITION / NAME_TAKEN where a file of the adapters directory
   // has the name. Returns the digest that it led to before, or "".
-  absl::StatusOr<std::string> NameUpload(const std::string& name, const std::string& digest) ABSL_LOCKS_EXCLUDED(mu_);
+  absl::StatusOr<std::string> NameUpload(const std::string& name, const std::string& digest);
   // INVALID_ARGUMENT as CheckConfinedName, or FAILED_PRECONDITION / NAME_TAKEN.
   absl::Status CheckUploadName(const std::string& name) const;
-  // Removes uploaded content that no name leads to: that of one digest, or all (nothing may be waiting for any).
-  absl::Status ForgetUnnamed(const std::string& digest) ABSL_LOCKS_EXCLUDED(mu_);
-  absl::Status ForgetAllUnnamed() ABSL_LOCKS_EXCLUDED(mu_);
+  // Removes uploaded content that no name leads to: that of one digest, or all but these (nothing may be waiting for any).
+  absl::Status ForgetUnnamed(const std::string& digest);
+  absl::Status ForgetAllUnnamed(const std::set<std::string>& but);
 
   ContentStore& content() { return content_; }
   StateStore& state() { return state_; }
@@ -106,10 +105,11 @@ class AdapterRegistry {
   };
   using ContentPtr = std::shared_ptr<const Content>;
 
-  absl::StatusOr<ContentPtr> Read(const std::string& name) ABSL_LOCKS_EXCLUDED(mu_);
-  absl::StatusOr<ContentPtr> ReadFile(const std::string& name, const FileDescriptor& file, std::string peft_config, bool uploaded)
-      ABSL_LOCKS_EXCLUDED(mu_);
-  absl::StatusOr<ContentPtr> ReadByDigest(const std::string& name) ABSL_LOCKS_EXCLUDED(mu_);
+  absl::StatusOr<ContentPtr> Read(const std::string& name);
+  // `uploaded`: the digest under which the content store has it, which is that of its bytes; empty: hash it.
+  absl::StatusOr<ContentPtr> ReadFile(const std::string& name, const FileDescriptor& file, std::string peft_config,
+                                      const std::string& uploaded);
+  absl::StatusOr<ContentPtr> ReadByDigest(const std::string& name);
   absl::StatusOr<AdapterSettings> SettingsOf(const Content& content);
   absl::StatusOr<AdapterManifest> Manifest(const Content& content, const StackEntry& entry, const AdapterSettings& settings,
                                            const BaseFacts& base) const;
@@ -117,8 +117,7 @@ class AdapterRegistry {
   const std::string directory_;
   ContentStore& content_;
   StateStore& state_;
-  absl::Mutex mu_;
-  std::map<std::string, ContentPtr> contents_ ABSL_GUARDED_BY(mu_);
+  std::map<std::string, ContentPtr> contents_;  // By name.
 };
 
 }  // namespace h3

@@ -21,6 +21,7 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr absl::string_view kTemporary = "incoming-";
+constexpr size_t kDigestChars = 64;
 
 absl::Status DiskFailure(int error) {
   if (error == ENOSPC || error == EDQUOT || error == EFBIG) {
@@ -77,9 +78,9 @@ absl::StatusOr<ContentStore> ContentStore::Create(std::string directory) {
   fs::create_directories(directory, error);
   if (error) return absl::FailedPreconditionError(absl::StrCat("cannot make the content store: ", error.message()));
   fs::permissions(directory, fs::perms::owner_all, error);
-  for (const fs::directory_entry& entry : fs::directory_iterator(directory, error)) {
+  for (fs::directory_iterator it(directory, error), end; !error && it != end; it.increment(error)) {
     std::error_code ignored;
-    if (absl::StartsWith(entry.path().filename().string(), kTemporary)) fs::remove(entry.path(), ignored);
+    if (absl::StartsWith(it->path().filename().string(), kTemporary)) fs::remove(it->path(), ignored);
   }
   if (error) return absl::FailedPreconditionError(absl::StrCat("cannot read the content store: ", error.message()));
   return ContentStore(std::move(directory));
@@ -106,9 +107,10 @@ void ContentStore::Remove(const std::string& digest) const {
 std::vector<std::string> ContentStore::List() const {
   std::vector<std::string> digests;
   std::error_code error;
-  for (const fs::directory_entry& entry : fs::directory_iterator(directory_, error)) {
-    std::string name = entry.path().filename().string();
-    if (!absl::StartsWith(name, kTemporary)) digests.push_back(std::move(name));
+  for (fs::directory_iterator it(directory_, error), end; !error && it != end; it.increment(error)) {
+    std::string name = it->path().filename().string();
+    // What lies there beside is not ours.
+    if (name.size() == kDigestChars && name.find_first_not_of("0123456789abcdef") == std::string::npos) digests.push_back(std::move(name));
   }
   return digests;
 }

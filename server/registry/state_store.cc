@@ -1,10 +1,15 @@
 #include "server/registry/state_store.h"
 
+#include <errno.h>
+#include <fcntl.h>
 #include <sqlite3.h>
+#include <string.h>
+#include <sys/file.h>
 
 #include <initializer_list>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "server/base/error.h"
 #include "server/base/status_macros.h"
 
@@ -56,13 +61,18 @@ class Statement {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<StateStore>> StateStore::Open(const std::string& path) {
+absl::StatusOr<std::unique_ptr<StateStore>> StateStore::Open(const std::string& path, absl::Duration patience) {
+  FileDescriptor lock(open(absl::StrCat(path, ".lock").c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
+  if (lock.get() < 0) return absl::FailedPreconditionError(absl::StrCat("cannot make the lock of the state database: ", strerror(errno)));
+  const absl::Time until = absl::Now() + patience;
+  while (flock(lock.get(), LOCK_EX | LOCK_NB) != 0) {
+    if (absl::Now() >= until) return absl::FailedPreconditionError("another process uses this state directory; give each its own");
+    absl::SleepFor(absl::Milliseconds(50));
+  }
   sqlite3* db = nullptr;
   const int opened = sqlite3_open_v2(path.c_str(), &db, SQLITE_OPEN_READWRITE | SQLITE_OPEN_CREATE, nullptr);
-  std::unique_ptr<StateStore> store(new StateStore(db));
+  std::unique_ptr<StateStore> store(new StateStore(std::move(lock), db));
   if (opened != SQLITE_OK) return absl::FailedPreconditionError(absl::StrCat("cannot open the state database: ", sqlite3_errmsg(db)));
-  // Wait for a scheduler that is just ending.
-  sqlite3_busy_timeout(db, 5000);
   for (const char* sql : {"PRAGMA journal_mode=WAL", "PRAGMA synchronous=FULL",
                           "CREATE TABLE IF NOT EXISTS records (kind BLOB, key BLOB, value BLOB, PRIMARY KEY (kind, key)) WITHOUT ROWID"}) {
     H3_RETURN_IF_ERROR(Statement(db, sql, {}).Step("be set up").status());

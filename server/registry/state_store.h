@@ -5,10 +5,13 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+#include "server/base/confined_file.h"
 
 struct sqlite3;
 
@@ -18,8 +21,9 @@ namespace h3 {
 // anything else that goes wrong is INTERNAL.
 class StateStore {
  public:
-  // Creates the file where it is missing. FAILED_PRECONDITION when it cannot be opened, or was written by a newer version.
-  static absl::StatusOr<std::unique_ptr<StateStore>> Open(const std::string& path);
+  // Creates the file where it is missing, and holds a lock on `path`.lock: what lies beside it has one owner. Waits up to `patience` for
+  // an owner that is just ending. FAILED_PRECONDITION when it cannot be opened, is another's, or was written by a newer version.
+  static absl::StatusOr<std::unique_ptr<StateStore>> Open(const std::string& path, absl::Duration patience = absl::Seconds(5));
   ~StateStore();
 
   absl::Status Put(absl::string_view kind, absl::string_view key, absl::string_view value);
@@ -30,8 +34,9 @@ class StateStore {
   absl::StatusOr<std::map<std::string, std::string>> List(absl::string_view kind);
 
  private:
-  explicit StateStore(sqlite3* db) : db_(db) {}
+  StateStore(FileDescriptor lock, sqlite3* db) : lock_(std::move(lock)), db_(db) {}
 
+  const FileDescriptor lock_;
   sqlite3* const db_;
 };
 

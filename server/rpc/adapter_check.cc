@@ -75,7 +75,7 @@ struct Measuring {
       *report.mutable_scales() = response.resolved().scales();
       *report.mutable_warnings() = response.resolved().warnings();
       report.set_bytes(response.resolved().bytes());
-    } else if (absl::IsInvalidArgument(answer) || absl::IsFailedPrecondition(answer)) {
+    } else if ((absl::IsInvalidArgument(answer) || absl::IsFailedPrecondition(answer)) && ReasonOf(answer) != reason::kVramExceeded) {
       SetVerdict(answer, report);
     } else {
       // It says nothing of the adapter: the header's verdict stands, and is not kept.
@@ -109,12 +109,12 @@ void CheckAdapter(SchedulerCore& core, const std::string& name, OnReport done) {
     for (const EffectiveScale& scale : SummariseScales(*header->manifest, base->facts.geometry)) *measuring->report.add_scales() = ToProto(scale);
   }
   const std::string settings = ToProto(header->adapter.settings).SerializeAsString();
-  measuring->key = absl::StrCat(header->adapter.digest, "|", base->fingerprint, "|", base->facts.grid_width, "|", settings);
+  measuring->key = absl::StrCat(header->adapter.digest, "|", base->fingerprint, "|", base->facts.grid_width, "|", base->dtype, "|", H3_VERSION, "|", settings);
   if (!header->manifest.ok()) return done(std::move(measuring->report));
   const auto kept = core.registry().state().Get(kKind, measuring->key);
-  if (kept.ok() && kept->has_value() && measuring->report.ParseFromString(**kept)) {
-    measuring->report.set_name(name);
-    return done(std::move(measuring->report));
+  if (v1::AdapterReport before; kept.ok() && kept->has_value() && before.ParseFromString(**kept)) {
+    before.set_name(name);
+    return done(std::move(before));
   }
   for (const auto& worker : core.workers()) {
     const auto snapshot = worker->snapshot();

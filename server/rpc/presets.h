@@ -17,6 +17,7 @@ absl::Status CheckPresetName(const std::string& name);
 absl::StatusOr<v1::Preset> FindPreset(StateStore& state, const std::string& name);
 // By name.
 absl::StatusOr<v1::ListPresetsResponse> ListPresets(StateStore& state);
+// INVALID_ARGUMENT / BAD_REQUEST where all presets together become too large to be listed.
 absl::Status KeepPreset(StateStore& state, const v1::Preset& preset);
 // NOT_FOUND / UNKNOWN_PRESET.
 absl::Status RemovePreset(StateStore& state, const std::string& name);

@@ -22,8 +22,8 @@ grpc::ServerUnaryReactor* OnFileThread(SchedulerCore& core, grpc::CallbackServer
 // Names the adapters of the stack that lead elsewhere now.
 void MarkChanged(AdapterRegistry& registry, v1::Preset& preset) {
   for (const v1::StackEntry& entry : preset.stack()) {
-    const auto digest = registry.Digest(entry.adapter());
-    if (!digest.ok() || *digest != entry.digest()) preset.add_changed(entry.adapter());
+    const auto found = registry.Find(entry.adapter());
+    if (!found.ok() || found->digest != entry.digest()) preset.add_changed(entry.adapter());
   }
 }
 

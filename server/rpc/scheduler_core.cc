@@ -1,7 +1,9 @@
 #include "server/rpc/scheduler_core.h"
 
+#include <set>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "server/base/error.h"
@@ -34,8 +36,15 @@ SchedulerCore::SchedulerCore(SchedulerOptions options, SchedulerMetrics& metrics
       registry_(options_.adapters, content_, *state_),
       dispatcher_(options_.queue_capacity),
       files_(kFileQueue) {
-  // Nobody waits for replaced uploads of an earlier process any more. What fails here fails again where it matters.
-  registry_.ForgetAllUnnamed().IgnoreError();
+  // Nobody waits for replaced uploads of an earlier process any more, but presets may pin them. What fails here fails again where it
+  // matters.
+  const auto presets = ListPresets(*state_);
+  if (!presets.ok()) return;
+  std::set<std::string> pinned;
+  for (const v1::Preset& preset : presets->presets()) {
+    for (const v1::StackEntry& entry : preset.stack()) pinned.insert(entry.digest());
+  }
+  registry_.ForgetAllUnnamed(pinned).IgnoreError();
 }
 
 std::shared_ptr<WorkerLink> SchedulerCore::AddWorker(const std::string& name) {
@@ -73,7 +82,7 @@ absl::StatusOr<ChosenBase> SchedulerCore::ChooseBase(Task task, const std::strin
       mismatch = std::move(served);
       continue;
     }
-    return ChosenBase{base.base_fingerprint(), FactsOf(base)};
+    return ChosenBase{base.base_fingerprint(), FactsOf(base), base.dtype()};
   }
   if (known.empty()) return NoWorker("no worker is ready yet; it is loading its model, or cannot: see `h3ctl status`");
   if (mismatch.has_value()) return *mismatch;
@@ -84,7 +93,7 @@ absl::StatusOr<ChosenBase> SchedulerCore::ChooseBase(Task task, const std::strin
 absl::StatusOr<ChosenBase> SchedulerCore::AnyBase() const {
   for (const auto& link : workers()) {
     const auto snapshot = link->snapshot();
-    if (snapshot.has_value()) return ChosenBase{snapshot->model().base_fingerprint(), FactsOf(snapshot->model())};
+    if (snapshot.has_value()) return ChosenBase{snapshot->model().base_fingerprint(), FactsOf(snapshot->model()), snapshot->model().dtype()};
   }
   return NoWorker("no worker is ready yet; it is loading its model, or cannot: see `h3ctl status`");
 }
@@ -97,7 +106,8 @@ absl::StatusOr<PinnedStack> SchedulerCore::PinStack(StackEntries stack, int64_t 
     H3_ASSIGN_OR_RETURN(ResolvedAdapter resolved, registry_.Resolve(entries[i], i, base));
     v1::StackEntry& entry = *stack.Mutable(static_cast<int>(i));
     entry.set_digest(resolved.digest);
-    entry.set_adapter(registry_.NameOf(resolved.digest));
+    // The name as it was given leads there, as was just seen; by digest it needs one that a worker can open.
+    if (absl::StartsWith(entry.adapter(), "sha256:")) entry.set_adapter(registry_.NameOf(resolved.digest));
     *entry.mutable_settings() = ToProto(resolved.settings);
     pinned.resolved.push_back(std::move(resolved));
   }

@@ -49,6 +49,7 @@ class Ticket {
 struct ChosenBase {
   std::string fingerprint;
   BaseFacts facts;
+  std::string dtype;  // Of its block stack.
 };
 
 using StackEntries = google::protobuf::RepeatedPtrField<v1::StackEntry>;

@@ -1,4 +1,7 @@
+#include <grpcpp/alarm.h>
+
 #include <atomic>
+#include <chrono>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -16,25 +19,44 @@ namespace {
 
 constexpr size_t kMaxChunk = 1 << 20;
 constexpr size_t kDigestChars = 64;
+constexpr std::chrono::minutes kIdle{1};
+// Each takes room on the disk by its announcement alone.
+constexpr int kMaxUploads = 16;
+
+std::atomic<int> uploads{0};
 
 // One upload. Messages are read one at a time, each taken on the file thread before the next is asked for, so that a fast client
 // waits for the disk.
+// A client that announces and then says nothing for a minute loses its call, and the room that was taken for it.
 class UploadCall final : public grpc::ServerReadReactor<v1::UploadAdapterRequest> {
  public:
-  UploadCall(SchedulerCore& core, v1::UploadAdapterResponse* response) : core_(core), response_(response) { StartRead(&request_); }
+  UploadCall(SchedulerCore& core, grpc::CallbackServerContext* context, v1::UploadAdapterResponse* response)
+      : core_(core), context_(context), response_(response) {
+    uploads.fetch_add(1);
+    Read();
+  }
+  ~UploadCall() override { uploads.fetch_sub(1); }
 
   void OnReadDone(bool ok) override {
     core_.ContinueFileWork([this, ok] {
-      if (cancelled_.load()) return End(absl::CancelledError("the client is gone"));
+      if (cancelled_.load()) return End(absl::CancelledError("the client is gone, or said nothing for too long"));
       if (!ok) return Complete();
       if (const absl::Status status = Take(); !status.ok()) return End(status);
-      StartRead(&request_);
+      Read();
     });
   }
   void OnCancel() override { cancelled_.store(true); }
   void OnDone() override { delete this; }
 
  private:
+  void Read() {
+    idle_ = std::make_unique<grpc::Alarm>();
+    idle_->Set(std::chrono::system_clock::now() + kIdle, [context = context_](bool passed) {
+      if (passed) context->TryCancel();
+    });
+    StartRead(&request_);
+  }
+
   // From here on the file thread.
   absl::Status Take() {
     if (request_.has_header()) {
@@ -57,6 +79,10 @@ class UploadCall final : public grpc::ServerReadReactor<v1::UploadAdapterRequest
       return RefuseArgument(reason::kBadRequest,
                             absl::StrCat("an upload of ", header_->bytes(), " bytes; 1 to ", most, " are taken (--max-upload)"), {{"field", "bytes"}});
     }
+    if (uploads.load() > kMaxUploads) {
+      return Refuse(absl::StatusCode::kResourceExhausted, reason::kQueueFull,
+                    absl::StrCat("more than ", kMaxUploads, " uploads at once; try again later"), {{"retry_seconds", "5"}});
+    }
     if (!header_->check_only()) H3_RETURN_IF_ERROR(core_.registry().CheckUploadName(header_->name()));
     H3_ASSIGN_OR_RETURN(incoming_, core_.registry().content().Begin(digest, static_cast<int64_t>(header_->bytes())));
     return absl::OkStatus();
@@ -64,26 +90,32 @@ class UploadCall final : public grpc::ServerReadReactor<v1::UploadAdapterRequest
 
   void Complete() {
     if (incoming_ == nullptr) return End(RefuseArgument(reason::kBadRequest, "the call ended before its header"));
+    idle_.reset();
+    const bool known = core_.registry().content().Has(header_->digest());
     if (const absl::Status status = incoming_->Commit(); !status.ok()) return End(status);
     const std::string content = absl::StrCat("sha256:", header_->digest());
     const bool check_only = header_->check_only();
     // What is no safetensors file never gets a name.
+    const auto forget = [this, known] {
+      // What was there before may be what an accepted request waits for.
+      if (!known) core_.registry().ForgetUnnamed(header_->digest()).IgnoreError();
+    };
     if (const auto found = core_.registry().Find(content); !found.ok() && !check_only) {
-      core_.registry().ForgetUnnamed(header_->digest()).IgnoreError();
+      forget();
       return End(found.status());
     }
     if (!check_only) {
       auto replaced = core_.registry().NameUpload(header_->name(), header_->digest());
       if (!replaced.ok()) {
-        core_.registry().ForgetUnnamed(header_->digest()).IgnoreError();
+        forget();
         return End(replaced.status());
       }
       // What it replaces stays until the next start: requests that were accepted with it may still wait.
       response_->set_replaced(*replaced);
     }
-    CheckAdapter(core_, check_only ? content : header_->name(), [this, check_only](absl::StatusOr<v1::AdapterReport> report) {
-      core_.ContinueFileWork([this, check_only, report = std::move(report)]() mutable {
-        if (check_only) core_.registry().ForgetUnnamed(header_->digest()).IgnoreError();
+    CheckAdapter(core_, check_only ? content : header_->name(), [this, check_only, forget](absl::StatusOr<v1::AdapterReport> report) {
+      core_.ContinueFileWork([this, check_only, forget, report = std::move(report)]() mutable {
+        if (check_only) forget();
         if (report.ok()) {
           *response_->mutable_report() = *std::move(report);
           if (check_only) response_->mutable_report()->clear_name();
@@ -101,12 +133,15 @@ class UploadCall final : public grpc::ServerReadReactor<v1::UploadAdapterRequest
   }
 
   void End(const absl::Status& status) {
+    idle_.reset();
     incoming_.reset();
     Finish(ToGrpc(status));
   }
 
   SchedulerCore& core_;
+  grpc::CallbackServerContext* const context_;
   v1::UploadAdapterResponse* const response_;
+  std::unique_ptr<grpc::Alarm> idle_;
   v1::UploadAdapterRequest request_;
   std::optional<v1::UploadHeader> header_;
   std::unique_ptr<IncomingContent> incoming_;
@@ -115,9 +150,9 @@ class UploadCall final : public grpc::ServerReadReactor<v1::UploadAdapterRequest
 
 }  // namespace
 
-grpc::ServerReadReactor<v1::UploadAdapterRequest>* AdaptersService::UploadAdapter(grpc::CallbackServerContext*,
+grpc::ServerReadReactor<v1::UploadAdapterRequest>* AdaptersService::UploadAdapter(grpc::CallbackServerContext* context,
                                                                                   v1::UploadAdapterResponse* response) {
-  return new UploadCall(core_, response);
+  return new UploadCall(core_, context, response);
 }
 
 }  // namespace h3

@@ -82,7 +82,7 @@ absl::StatusOr<AdapterMeasure> H3Engine::MeasureAdapter(const StackEntry& entry)
   return CatchTorch(absl::StrCat("adapter ", entry.adapter), [&]() -> absl::StatusOr<AdapterMeasure> {
     H3_ASSIGN_OR_RETURN(const auto adapter, store_->Read(entry));
     std::vector<double> scales;
-    for (const ResidentTerm& term : adapter->terms) scales.push_back(term.scale);
+    for (const ResidentTerm& term : adapter->terms) scales.push_back(ScaleOf(term, entry.settings.alpha));
     NormCache cache;
     struct Sum {
       int64_t modules = 0;

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "server/base/error.h"
@@ -199,6 +200,37 @@ TEST(AdapterScaleTest, RefusesMorePatternsThanAnyModelHasModules) {
   nlohmann::json config = {{"lora_alpha", 8}, {"r", 4}, {"alpha_pattern", nlohmann::json::object()}};
   for (int i = 0; i < 2000; ++i) config["alpha_pattern"][std::to_string(i)] = 4;
   EXPECT_EQ(ReasonFor(QkvPair(), {.settings = {.peft_config = config.dump()}}), reason::kBadScale);
+}
+
+// An alpha from outside is the way out that the refusal names.
+TEST(AdapterScaleTest, AGivenAlphaTakesThePlaceOfWhatContradictsItself) {
+  const std::map<std::string, std::string> metadata = {{"alpha", "8"}, {"lora_alpha", "16"}, {"rank", "64"}};
+  EXPECT_EQ(ReasonFor(QkvPair(), {}, metadata), reason::kBadScale);
+  EXPECT_EQ(OnlyTerm(QkvPair(), {.alpha = 2.0}, metadata).scale, 0.5);
+  EXPECT_EQ(OnlyTerm(QkvPair(), {.settings = {.alpha = 2.0}}, metadata).scale, 0.5);
+}
+
+// A short pattern that takes long to compile, and one that is none: refused, not skipped.
+TEST(AdapterScaleTest, RefusesPatternsThatCannotBeUsed) {
+  for (const char* pattern : {R"(\\pL{500}N)", "qkv(", R"((((a{30}){30}){30}){30})"}) {
+    EXPECT_EQ(ReasonFor(QkvPair(), {.settings = {.peft_config = absl::StrCat(R"({"lora_alpha": 8, "alpha_pattern": {")", pattern, R"(": 2}})")}}),
+              reason::kBadScale)
+        << pattern;
+  }
+}
+
+TEST(AdapterTest, RefusesFullDifferencesInLoKrsClothing) {
+  const std::string m = kModule;
+  const int64_t out = 3 * Full().inner(), in = Full().hidden;
+  const std::vector<HostTensor> whole = {Zeros(m + ".lokr_w1", {out, in}), Zeros(m + ".lokr_w2", {1, 1})};
+  EXPECT_EQ(ReasonFor(whole), reason::kUnsupportedAdapterType);
+  EXPECT_EQ(ReasonFor(whole, {.materialized = true}), "");
+  const std::vector<HostTensor> halves = {Zeros(m + ".lokr_w1_a", {out, 1}), Zeros(m + ".lokr_w1_b", {1, in}), Zeros(m + ".lokr_w2", {1, 1})};
+  EXPECT_EQ(ReasonFor(halves), reason::kUnsupportedAdapterType);
+}
+
+TEST(AdapterTest, RefusesAnAbsurdRank) {
+  EXPECT_EQ(ReasonFor(Pair("final_layer.audio_out", Full().audio_channels, Full().hidden, 40'000)), reason::kUnsupportedAdapterType);
 }
 
 // Found by fuzzing: sizes that no int64 holds, out of factors without an element.

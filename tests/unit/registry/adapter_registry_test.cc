@@ -9,6 +9,7 @@
 #include "gtest/gtest.h"
 #include "server/base/error.h"
 #include "server/base/sha256.h"
+#include "server/base/text.h"
 #include "tests/testing/golden.h"
 #include "tests/testing/safetensors_builder.h"
 #include "tests/testing/temporary_directory.h"
@@ -190,9 +191,46 @@ TEST_F(AdapterRegistryTest, AnUploadIsAnAdapterUnderItsName) {
   EXPECT_EQ(registry_.NameUpload("mine", second).value(), digest);
   EXPECT_EQ(registry_.Digest("mine").value(), second);
   EXPECT_TRUE(Resolve({.adapter = absl::StrCat("sha256:", digest)}).ok());  // Who was promised the first still gets it,
-  ASSERT_TRUE(registry_.ForgetAllUnnamed().ok());                           // until nobody can wait for it.
+  ASSERT_TRUE(registry_.ForgetAllUnnamed({}).ok());                           // until nobody can wait for it.
   EXPECT_FALSE(content_.Has(digest));
   EXPECT_TRUE(content_.Has(second));
+}
+
+// A name is only handed on while it still leads there.
+TEST_F(AdapterRegistryTest, TheNameOfADigestLeadsToItNow) {
+  Install("a", AdapterOfRank(4));
+  Install("b", AdapterOfRank(4));
+  const std::string digest = registry_.Digest("a").value();
+  ASSERT_EQ(registry_.Digest("b").value(), digest);
+  Install("a", AdapterOfRank(2));
+  EXPECT_EQ(registry_.NameOf(digest), "b");
+  EXPECT_EQ(registry_.Find(absl::StrCat("sha256:", digest))->name, "b");
+  fs::remove(adapters() / "b.safetensors");
+  EXPECT_EQ(registry_.NameOf(digest), absl::StrCat("sha256:", digest));
+  EXPECT_EQ(Resolve({.adapter = absl::StrCat("sha256:", digest)}).status().code(), absl::StatusCode::kNotFound);
+}
+
+TEST_F(AdapterRegistryTest, ContentThatIsPinnedElsewhereStays) {
+  const std::string pinned = Put(content_, AdapterOfRank(4)), loose = Put(content_, AdapterOfRank(2));
+  directory_.Write("blobs/notes.txt", "not ours");
+  ASSERT_TRUE(registry_.ForgetAllUnnamed({pinned}).ok());
+  EXPECT_TRUE(content_.Has(pinned));
+  EXPECT_FALSE(content_.Has(loose));
+  EXPECT_TRUE(fs::exists(directory_.path() / "blobs/notes.txt"));
+}
+
+// Protobuf strings are UTF-8: what a report shows is cut between characters, and a name that is none is no name.
+TEST_F(AdapterRegistryTest, WhatIsShownIsText) {
+  std::string text = "x";
+  for (int i = 0; i < 200; ++i) text += "\u00e9";
+  Install("style", BuildSafetensors({Zeros("blocks.0.attn.out_proj.lora_A.weight", {4, 96}), Zeros("blocks.0.attn.out_proj.lora_B.weight", {64, 4})},
+                                    {{"recommended_steps", text}}));
+  const std::string shown = registry_.Report("style", base_)->schedule_hints.at("recommended_steps");
+  EXPECT_TRUE(IsText(shown));
+  EXPECT_EQ(shown.size(), 255u);
+  Install("\xff\x62", AdapterOfRank(4));
+  ASSERT_EQ(registry_.List()->size(), 1u);
+  EXPECT_EQ(ReasonOf(registry_.Find("\xff\x62").status()), reason::kUnknownAdapter);
 }
 
 TEST_F(AdapterRegistryTest, UploadsNeverTakeTheNameOfAFile) {

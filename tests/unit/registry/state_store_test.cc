@@ -29,6 +29,16 @@ TEST(StateStoreTest, RecordsSurviveTheProcessThatWroteThem) {
   EXPECT_THAT(*store->List("kind"), ::testing::ElementsAre(std::pair<const std::string, std::string>("key", binary)));
 }
 
+TEST(StateStoreTest, HasOneOwner) {
+  const testing::TemporaryDirectory directory;
+  const std::string path = (directory.path() / "state.sqlite").string();
+  auto first = StateStore::Open(path);
+  ASSERT_TRUE(first.ok()) << first.status();
+  EXPECT_EQ(StateStore::Open(path, absl::ZeroDuration()).status().code(), absl::StatusCode::kFailedPrecondition);
+  first->reset();
+  EXPECT_TRUE(StateStore::Open(path, absl::ZeroDuration()).ok());
+}
+
 TEST(StateStoreTest, RefusesWhatIsNoDatabase) {
   const testing::TemporaryDirectory directory;
   EXPECT_FALSE(StateStore::Open(directory.Write("state.sqlite", std::string(5000, 'x'))).ok());

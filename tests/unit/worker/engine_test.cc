@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstring>
+#include <filesystem>
 #include <functional>
 #include <random>
 #include <set>
@@ -16,6 +17,7 @@
 #include "server/vram/ledger.h"
 #include "server/worker/engine.h"
 #include "tests/testing/golden.h"
+#include "tests/testing/temporary_directory.h"
 
 namespace h3 {
 namespace {
@@ -67,6 +69,10 @@ void ExpectSameBits(const Answer& a, const Answer& b) {
   for (size_t i = 0; i < a.size(); ++i) EXPECT_EQ(a[i].data, b[i].data) << a[i].name;
 }
 
+double Difference(const Answer& a, const Answer& b) {
+  return std::max(testing::RelativeL2(testing::Values(a[0]), testing::Values(b[0])), testing::RelativeL2(testing::Values(a[1]), testing::Values(b[1])));
+}
+
 TEST_F(EngineTest, ARequestHasTheSameBitsWhateverRanBefore) {
   const std::vector<Stack> stacks = {{}, {{"turbo_bare", "", 0.7}}, {{"style_bf16", "", -0.4}, {"dora", "", 0.5}, {"turbo_bare", "", 1.1}}, {{"lokr", "", 0.3}}};
   std::vector<Answer> alone;
@@ -112,6 +118,50 @@ TEST_F(EngineTest, StrengthChangesOfDoraReadNoWeightAndAllocateNothingThatStays)
   for (const Owner owner : {Owner::kBaseWeights, Owner::kAdapters, Owner::kMaterialized, Owner::kCaches}) {
     EXPECT_EQ(after.added_to(owner), before.added_to(owner)) << OwnerName(owner);
   }
+}
+
+// What was worked out for an adapter goes with it, also where its stack is refused after that.
+TEST_F(EngineTest, ARefusedStackLeavesNothingThatALaterAdapterCouldMeet) {
+  const auto engine = MakeEngine({.model = GoldenPath("full/model.safetensors"), .adapters = GoldenPath(""), .device = "cpu"}).value();
+  const auto refused = [&] {
+    Stack stack = {{"lora/dora", "", 1}, {"reject/nan", "", 1}};
+    stack[0].auto_strength = AutoStrength{};
+    EXPECT_EQ(ReasonOf(engine->StartGeneration(SpecOf("t2va", stack, 1)).status()), reason::kNotFinite);
+    return Ledger();
+  };
+  const LedgerSnapshot once = refused();
+  for (int i = 0; i < 5; ++i) EXPECT_EQ(refused().owners, once.owners);
+  EXPECT_TRUE(engine->Memory().adapters.empty());
+}
+
+// However a name leads to a file, content that is not the accepted one is not used.
+TEST_F(EngineTest, AReplacedFileIsNotTakenForTheAcceptedOne) {
+  const testing::TemporaryDirectory folder;
+  for (const char* place : {"plain.safetensors", "peft/adapter_model.safetensors"}) {
+    std::filesystem::create_directories((folder.path() / place).parent_path());
+    std::filesystem::copy_file(GoldenPath("lora/style_bf16.safetensors"), folder.path() / place);
+  }
+  const auto engine = MakeEngine({.model = GoldenPath("full/model.safetensors"), .adapters = folder.path().string(), .device = "cpu"}).value();
+  for (const char* name : {"plain", "peft"}) {
+    EXPECT_EQ(ReasonOf(engine->LoadAdapter({.adapter = name, .digest = std::string(64, '0')}).status()), reason::kAdapterChanged) << name;
+    EXPECT_TRUE(engine->LoadAdapter({.adapter = name}).ok()) << name;
+  }
+}
+
+// What is kept of an adapter, or a request gives, is a number: it makes no second copy of the tensors.
+TEST_F(EngineTest, AnotherAlphaIsAnotherNumberAndNotAnotherCopy) {
+  const auto with = [&](std::optional<double> request, std::optional<double> settings) {
+    Stack stack = {{"turbo_bare", "", 0.5}};
+    stack[0].alpha = request;
+    stack[0].settings.alpha = settings;
+    return *Generate(SpecOf("t2va", stack, 1));
+  };
+  const Answer eight = with(8, std::nullopt);
+  const LedgerSnapshot before = Ledger();
+  ExpectSameBits(with(std::nullopt, 8), eight);
+  ExpectSameBits(with(8, 2), eight);
+  EXPECT_GT(Difference(with(std::nullopt, 2), eight), 1e-4);
+  EXPECT_EQ(Ledger().added_to(Owner::kAdapters), before.added_to(Owner::kAdapters));
 }
 
 TEST_F(EngineTest, EveryAllocationHasAnOwner) {
@@ -209,10 +259,6 @@ TEST_F(EngineTest, EveryMemoryBudgetIsRefusedCleanlyUntilOneIsEnough) {
   EXPECT_TRUE(last.ok()) << last;
   EXPECT_GT(refusals, 3);
   ExpectSameBits(*Generate(SpecOf("t2va", stack, 2)), want);
-}
-
-double Difference(const Answer& a, const Answer& b) {
-  return std::max(testing::RelativeL2(testing::Values(a[0]), testing::Values(b[0])), testing::RelativeL2(testing::Values(a[1]), testing::Values(b[1])));
 }
 
 // A merged copy is the other way to the same answer, owned, shared and given back.
