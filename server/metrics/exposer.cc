@@ -1,8 +1,11 @@
 #include "server/metrics/exposer.h"
 
+#include <dlfcn.h>
 #include <prometheus/exposer.h>
 #include <prometheus/gauge.h>
+#include <pthread.h>
 
+#include <algorithm>
 #include <exception>
 #include <utility>
 
@@ -12,6 +15,15 @@
 #ifndef H3_VERSION
 #error "H3_VERSION comes from the build"
 #endif
+
+// CivetWeb asks for thread stacks of 100 KiB. The C library puts the static thread-local storage of every loaded library on that stack
+// too, and with LibTorch's CUDA libraries it alone is larger: then no thread starts, and the exposer cannot either. This definition, in the
+// program, comes before the C library's for all libraries: whoever asks for less gets a mebibyte.
+extern "C" int pthread_attr_setstacksize(pthread_attr_t* attributes, size_t bytes) noexcept {
+  using Real = int (*)(pthread_attr_t*, size_t);
+  static const auto real = reinterpret_cast<Real>(dlsym(RTLD_NEXT, "pthread_attr_setstacksize"));
+  return real(attributes, std::max(bytes, size_t{1} << 20));
+}
 
 namespace h3 {
 
