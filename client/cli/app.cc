@@ -15,6 +15,7 @@
 #include "client/cli/inspect_command.h"
 #include "client/cli/lora_spec.h"
 #include "client/cli/operations_command.h"
+#include "client/cli/plan_command.h"
 #include "client/cli/presets_command.h"
 
 namespace h3::ctl {
@@ -38,6 +39,7 @@ const char kAppFooter[] =
     "  h3ctl adapters check style.safetensors\n"
     "  h3ctl memory --watch\n"
     "  h3ctl inspect style.safetensors\n"
+    "  h3ctl plan --model h3-pruned.safetensors --lora style.safetensors=1 --device-memory 80GiB\n"
     "\nExit codes: 0 done; 2 wrong usage; 3 refused (the request is at fault); 4 not now (try again); 1 anything else.\n"
     "With --json an error is {\"code\", \"reason\", \"message\", \"details\"} on stderr.";
 
@@ -261,6 +263,58 @@ void AddInspect(CLI::App& app, Invocation& invocation) {
   });
 }
 
+void AddPlan(CLI::App& app, Invocation& invocation) {
+  CLI::App& command =
+      *app.add_subcommand("plan", "What a request would take on a device, from the headers of files alone; needs no server");
+  const auto flags = std::make_shared<PlanFlags>();
+  command.add_option("--model", flags->model, "Checkpoint (file or directory)")->required()->type_name("PATH");
+  command
+      .add_option("--lora", flags->lora,
+                  absl::StrCat("An adapter of the stack; repeat it for more, in order. SPEC is\n", kLoraSpecGrammar,
+                               "\nwith NAME a file of this machine (or a PEFT directory)"))
+      ->allow_extra_args(false)
+      ->type_name("SPEC");
+  command.add_option("--video", flags->video, "Pixels and frames: multiples of 32, frames 17k+5 at 24 a second")
+      ->capture_default_str()
+      ->type_name("WxHxFRAMES");
+  command.add_option("--text-tokens", flags->text_tokens, "Tokens of the prompt's embedding")
+      ->check(CLI::Range(1, 1000000))
+      ->capture_default_str()
+      ->type_name("N");
+  command.add_option("--evaluations", flags->evaluations, "Model evaluations of the run")
+      ->check(CLI::Range(1, 100000))
+      ->capture_default_str()
+      ->type_name("N");
+  command.add_option("--dtype", flags->dtype, "Type of the block stack: auto (as stored), float32, bfloat16 or float16")
+      ->check(CLI::IsMember({"auto", "float32", "bfloat16", "float16"}))
+      ->capture_default_str()
+      ->type_name("D");
+  command.add_option("--adaln-residency", flags->adaln_residency, "Where a full model's AdaLN weights stay: device or host")
+      ->check(CLI::IsMember({"device", "host"}))
+      ->capture_default_str()
+      ->type_name("WHERE");
+  command.add_option("--workspace", flags->workspace, "What the temporaries of a tile of rows may take, as of the server")
+      ->capture_default_str()
+      ->type_name("BYTES");
+  command.add_option("--device-memory", flags->device_memory, "Memory of the device, such as 80GiB; says whether it fits")
+      ->type_name("BYTES");
+  command
+      .add_option("--resident", flags->resident,
+                  "For the comparison: part of the weights that a merging runtime keeps on the device, the rest offloaded")
+      ->check(CLI::Range(0.0, 1.0))
+      ->capture_default_str()
+      ->type_name("0..1");
+  command.footer(
+      "\nComputed from shapes, as the server's admission does. An accelerator's runtime context is not in it (a few hundred MiB); "
+      "1/50 of the device's memory is kept free.\n"
+      "\nExamples:\n"
+      "  h3ctl plan --model h3-pruned.safetensors --lora turbo.safetensors=1 --lora style.safetensors=0.6 --video 1280x704x124\n"
+      "  h3ctl plan --model transformer/ --adaln-residency host --device-memory 80GiB --json | jq .fits");
+  command.callback([flags, &invocation] {
+    invocation.run = [flags](Context& context) { return RunPlan(*flags, context.json, context.out); };
+  });
+}
+
 }  // namespace
 
 absl::StatusOr<Invocation> ParseCommandLine(int argc, const char* const* argv) {
@@ -281,6 +335,7 @@ absl::StatusOr<Invocation> ParseCommandLine(int argc, const char* const* argv) {
   AddPresets(app, invocation);
   AddOperations(app, invocation);
   AddInspect(app, invocation);
+  AddPlan(app, invocation);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {  // --help and --version arrive here too.

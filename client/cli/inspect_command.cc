@@ -1,27 +1,24 @@
 #include "client/cli/inspect_command.h"
 
-#include <fcntl.h>
-#include <unistd.h>
-
 #include <filesystem>
-#include <fstream>
 #include <map>
 #include <nlohmann/json.hpp>
-#include <sstream>
+#include <optional>
 #include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "client/cli/adapter_file.h"
 #include "client/cli/exit_code.h"
 #include "client/cli/words.h"
 #include "server/base/bytes.h"
-#include "server/base/confined_file.h"
-#include "server/base/error.h"
 #include "server/base/status_macros.h"
 #include "server/format/adapter.h"
+#include "server/format/adapter_shape.h"
 #include "server/format/checkpoint.h"
+#include "server/format/plan.h"
 
 namespace h3::ctl {
 namespace {
@@ -111,65 +108,24 @@ absl::Status InspectCheckpoint(const std::string& path, bool json, std::ostream&
   return absl::OkStatus();
 }
 
-// h3-format.md, section 1.
-Geometry ReleasedGeometry(bool pruned) {
-  return {.hidden = 5376,
-          .blocks = 50,
-          .refiner_blocks = 2,
-          .heads = 56,
-          .head_dim = 128,
-          .ffn = 14336,
-          .video_channels = 24,
-          .audio_channels = 32,
-          .text_width = 5120,
-          .time_input = pruned ? 0 : 256,
-          .time_hidden = pruned ? 0 : 5376,
-          .adaln_width = pruned ? 8 : 2688,
-          .curve_rows = pruned ? 1025 : 0,
-          .rope_frequencies = 16};
-}
-constexpr int64_t kReleasedGridWidth = 2688;
-
-struct AdapterFile {
-  std::string path;
-  std::string peft_config;
-  SafetensorsHeader header;
-
-  absl::StatusOr<AdapterManifest> Read(const Geometry& geometry, IntakeOptions options) const {
-    const TensorReader read = [this](const TensorInfo& info) -> absl::StatusOr<std::string> {
-      const FileDescriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC));
-      std::string bytes(static_cast<size_t>(info.bytes), '\0');
-      if (pread(file.get(), bytes.data(), bytes.size(), static_cast<off_t>(info.offset)) !=
-          static_cast<ssize_t>(bytes.size())) {
-        return absl::InternalError(absl::StrCat("cannot read tensor ", info.name));
-      }
-      return bytes;
-    };
-    options.settings.peft_config = peft_config;
-    return ReadAdapter(header, read, geometry, options);
-  }
-};
-
 struct Measured {
   AdapterManifest manifest;
-  Geometry geometry;
-  std::string base;  // What it was measured against.
+  BaseForm base;
+  std::string name;  // What it was measured against.
 };
 
 absl::StatusOr<Measured> Measure(const AdapterFile& file, const std::string& model) {
-  // Questions of a base's equipment are not the file's: a grid is taken for granted.
-  IntakeOptions options = {.base_has_grid = true, .grid_width = kReleasedGridWidth};
   if (!model.empty()) {
     absl::StatusOr<Checkpoint> checkpoint = OpenCheckpoint(model);
     if (!checkpoint.ok()) return Annotate(checkpoint.status(), model);
-    H3_ASSIGN_OR_RETURN(AdapterManifest manifest, file.Read(checkpoint->geometry, options));
-    return Measured{std::move(manifest), checkpoint->geometry, checkpoint->name};
+    H3_ASSIGN_OR_RETURN(AdapterManifest manifest, file.Read(checkpoint->geometry));
+    return Measured{std::move(manifest), PlanBaseOf(*checkpoint, std::nullopt, false).form, checkpoint->name};
   }
   absl::Status refusal;
   for (const bool pruned : {false, true}) {
-    const Geometry geometry = ReleasedGeometry(pruned);
-    absl::StatusOr<AdapterManifest> manifest = file.Read(geometry, options);
-    if (manifest.ok()) return Measured{*std::move(manifest), geometry, pruned ? "the released pruned H3" : "the released H3"};
+    const BaseForm released = {.geometry = ReleasedGeometry(pruned)};
+    absl::StatusOr<AdapterManifest> manifest = file.Read(released.geometry);
+    if (manifest.ok()) return Measured{*std::move(manifest), released, pruned ? "the released pruned H3" : "the released H3"};
     if (refusal.ok()) refusal = manifest.status();
   }
   return Annotate(refusal, "measured against the released H3 (--model CHECKPOINT measures against another)");
@@ -198,9 +154,10 @@ std::map<std::string, int64_t> CountTypes(const AdapterManifest& manifest) {
 absl::Status InspectAdapter(const AdapterFile& file, const std::string& model, bool json, std::ostream& out) {
   H3_ASSIGN_OR_RETURN(const Measured measured, Measure(file, model));
   const AdapterManifest& manifest = measured.manifest;
+  const ByteCount device_bytes = ShapeOf(manifest, measured.base).bytes;
   Histogram types;
-  for (const TensorInfo& tensor : file.header.tensors) types.Add(tensor.dtype, tensor.shape);
-  const std::vector<EffectiveScale> scales = SummariseScales(manifest, measured.geometry);
+  for (const TensorInfo& tensor : file.header().tensors) types.Add(tensor.dtype, tensor.shape);
+  const std::vector<EffectiveScale> scales = SummariseScales(manifest, measured.base.geometry);
   const std::map<std::string, int64_t> terms = CountTypes(manifest);
   if (json) {
     Json modules = Json::array();
@@ -214,11 +171,11 @@ absl::Status InspectAdapter(const AdapterFile& file, const std::string& model, b
     }
     out << Json{{"kind", "adapter"},
                 {"format", manifest.format},
-                {"measured_against", measured.base},
+                {"measured_against", measured.name},
                 {"partition", std::string(PartitionName(manifest.partition))},
-                {"tensors", file.header.tensors.size()},
-                {"file_bytes", file.header.file_bytes},
-                {"device_bytes", manifest.device_bytes},
+                {"tensors", file.header().tensors.size()},
+                {"file_bytes", file.header().file_bytes},
+                {"device_bytes", device_bytes.value()},
                 {"terms", terms},
                 {"scales", modules},
                 {"norm_offsets", manifest.norm_offsets.size()},
@@ -230,10 +187,10 @@ absl::Status InspectAdapter(const AdapterFile& file, const std::string& model, b
         << std::endl;
     return absl::OkStatus();
   }
-  out << "adapter in " << manifest.format << " spelling, measured against " << measured.base << ", partition "
+  out << "adapter in " << manifest.format << " spelling, measured against " << measured.name << ", partition "
       << PartitionName(manifest.partition) << "\n"
-      << file.header.tensors.size() << " tensors, " << Size(file.header.file_bytes) << " on the disk, "
-      << Size(manifest.device_bytes) << " on a device\n\n";
+      << file.header().tensors.size() << " tensors, " << Size(file.header().file_bytes) << " on the disk, "
+      << Human(device_bytes) << " on a device\n\n";
   std::vector<std::vector<std::string>> rows = {{"MODULES", "KIND", "RANK", "ALPHA", "SCALE", "FROM"}};
   for (const EffectiveScale& scale : scales) {
     rows.push_back({absl::StrCat(scale.modules), scale.module_kind, absl::StrCat(scale.rank), absl::StrCat(scale.alpha),
@@ -252,32 +209,19 @@ absl::Status InspectAdapter(const AdapterFile& file, const std::string& model, b
   return absl::OkStatus();
 }
 
-std::string ReadText(const fs::path& path) {
-  std::ifstream file(path);
-  std::stringstream text;
-  text << file.rdbuf();
-  return text.str();
-}
-
 }  // namespace
 
 absl::Status RunInspect(const InspectFlags& flags, bool json, std::ostream& out) {
-  AdapterFile file = {.path = flags.path};
   std::error_code ignored;
-  if (fs::is_directory(flags.path, ignored)) {
-    const fs::path config = fs::path(flags.path) / "adapter_config.json";
-    if (!fs::exists(config, ignored)) return Annotate(InspectCheckpoint(flags.path, json, out), flags.path);
-    file.path = (fs::path(flags.path) / "adapter_model.safetensors").string();
-    file.peft_config = ReadText(config);
-  }
-  absl::StatusOr<SafetensorsHeader> header = ReadSafetensorsHeader(file.path);
-  if (!header.ok()) return Annotate(header.status(), file.path);
-  file.header = *std::move(header);
-  for (const TensorInfo& tensor : file.header.tensors) {
+  const bool peft = fs::exists(fs::path(flags.path) / "adapter_config.json", ignored);
+  if (fs::is_directory(flags.path, ignored) && !peft) return Annotate(InspectCheckpoint(flags.path, json, out), flags.path);
+  absl::StatusOr<AdapterFile> file = AdapterFile::Open(flags.path);
+  if (!file.ok()) return Annotate(file.status(), flags.path);
+  for (const TensorInfo& tensor : file->header().tensors) {
     if (absl::EndsWith(tensor.name, "video_patch_proj.weight"))
       return Annotate(InspectCheckpoint(flags.path, json, out), flags.path);
   }
-  return Annotate(InspectAdapter(file, flags.model, json, out), flags.path);
+  return Annotate(InspectAdapter(*file, flags.model, json, out), flags.path);
 }
 
 }  // namespace h3::ctl

@@ -1,12 +1,5 @@
 #include "server/app/model_flags.h"
 
-#include <map>
-
-#include "absl/strings/numbers.h"
-#include "absl/strings/str_cat.h"
-#include "absl/strings/strip.h"
-#include "server/base/error.h"
-
 namespace h3 {
 
 void ModelFlags::AddTo(CLI::App& app, bool model_required) {
@@ -30,29 +23,25 @@ void ModelFlags::AddTo(CLI::App& app, bool model_required) {
       ->check([](const std::string& text) { return ParseBytes(text).ok() ? "" : "not a number of bytes such as 8GiB: " + text; })->group("Model");
   app.add_option("--materialized-idle", materialized_idle, "Bytes of merged copies (apply=materialized) that are kept though no request uses them; least recently used go first")
       ->check([](const std::string& text) { return ParseBytes(text).ok() ? "" : "not a number of bytes such as 4GiB: " + text; })->capture_default_str()->group("Model");
+  app.add_option("--adaln-residency", adaln_residency, "device: every weight on the device; host: the AdaLN projections (26 of a full H3's 66 GB) stay in mapped host memory and are streamed for timesteps that are not cached. The same bits")
+      ->check(CLI::IsMember({"device", "host"}))->capture_default_str()->group("Model");
+  app.add_option("--modulation-cache", modulation_cache, "Bytes of modulations that are kept on the device across requests, in memory that nothing else needs; 0: none")
+      ->check([](const std::string& text) { return text == "0" || ParseBytes(text).ok() ? "" : "not a number of bytes such as 512MiB: " + text; })->capture_default_str()->group("Model");
+  app.add_option("--adapter-host-memory", adapter_host_memory, "Bytes of adapters that are kept in host memory, read and hashed, for when they come back to the device; 0: none")
+      ->check([](const std::string& text) { return text == "0" || ParseBytes(text).ok() ? "" : "not a number of bytes such as 4GiB: " + text; })->capture_default_str()->group("Model");
+  app.add_option("--workspace", workspace, "Bytes that the temporaries of a tile of rows may take: less memory in smaller pieces. Answers agree to rounding, not to the bit")
+      ->check([](const std::string& text) { return ParseBytes(text).ok() ? "" : "not a number of bytes such as 256MiB: " + text; })->capture_default_str()->group("Model");
 }
 
 std::vector<std::string> ModelFlags::Arguments(const std::string& device_name) const {
   std::vector<std::string> arguments = {"--model", model, "--device", device_name, "--dtype", dtype, "--partition", partition,
-                                        "--qkv-layout", qkv_layout, "--weights", weights, "--materialized-idle", materialized_idle};
+                                        "--qkv-layout", qkv_layout, "--weights", weights, "--materialized-idle", materialized_idle,
+                                        "--adaln-residency", adaln_residency, "--modulation-cache", modulation_cache,
+                                        "--adapter-host-memory", adapter_host_memory, "--workspace", workspace};
   if (!silu_grid.empty()) arguments.insert(arguments.end(), {"--silu-grid", silu_grid});
   if (!adapter_memory.empty()) arguments.insert(arguments.end(), {"--adapter-memory", adapter_memory});
   if (!device_memory.empty()) arguments.insert(arguments.end(), {"--device-memory", device_memory});
   return arguments;
-}
-
-absl::StatusOr<ByteCount> ParseBytes(const std::string& text) {
-  const std::map<absl::string_view, int64_t> units = {{"KiB", int64_t{1} << 10}, {"MiB", int64_t{1} << 20}, {"GiB", int64_t{1} << 30}, {"TiB", int64_t{1} << 40}};
-  absl::string_view digits = text;
-  double factor = 1;
-  for (const auto& [unit, bytes] : units) {
-    if (absl::ConsumeSuffix(&digits, unit)) factor = static_cast<double>(bytes);
-  }
-  double value = 0;
-  if (!absl::SimpleAtod(digits, &value) || !(value > 0) || value * factor > 1e18) {
-    return RefuseArgument(reason::kBadRequest, absl::StrCat("\"", text, "\" is not a number of bytes such as 80GiB"));
-  }
-  return ByteCount(static_cast<int64_t>(value * factor));
 }
 
 }  // namespace h3

@@ -5,7 +5,6 @@
 #include <string>
 #include <vector>
 
-#include "absl/status/statusor.h"
 #include "server/base/bytes.h"
 
 namespace h3 {
@@ -21,13 +20,14 @@ struct ModelFlags {
   std::string device_memory;
   std::string adapter_memory;
   std::string materialized_idle = "4GiB";
+  std::string adaln_residency = "device";
+  std::string adapter_host_memory = "4GiB";
+  std::string modulation_cache = "512MiB";
+  std::string workspace = "256MiB";
 
   void AddTo(CLI::App& app, bool model_required);
   // The same flags again, for the worker that a scheduler starts on `device_name`.
   std::vector<std::string> Arguments(const std::string& device_name) const;
 };
-
-// "80GiB", "512MiB", "1000000": INVALID_ARGUMENT for anything else.
-absl::StatusOr<ByteCount> ParseBytes(const std::string& text);
 
 }  // namespace h3

@@ -4,7 +4,6 @@
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
-#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <filesystem>
@@ -44,6 +43,7 @@ struct Flags {
   std::string max_request = "1GiB";
   std::string max_buffered = "8GiB";
   std::string max_upload = "16GiB";
+  std::string when_full = "wait";
   double session_idle_seconds = 300;
 };
 
@@ -120,16 +120,14 @@ int Run(const Flags& flags) {
   auto& operations = *new OperationsService(core);
   (*exposer)->Add(std::make_shared<QueueCollector>([&core] {
     QueueGauges gauges;
-    gauges.queued = {static_cast<double>(core.dispatcher().queued(PriorityClass::kHigh)),
-                     static_cast<double>(core.dispatcher().queued(PriorityClass::kNormal)),
-                     static_cast<double>(core.dispatcher().queued(PriorityClass::kLow))};
+    const Dispatcher::Figures figures = core.dispatcher().FiguresAt(absl::Now());
+    for (size_t i = 0; i < figures.queued.size(); ++i) gauges.queued[i] = static_cast<double>(figures.queued[i]);
+    gauges.work_seconds = figures.work_seconds;
+    if (figures.oldest.has_value()) gauges.oldest_timestamp = absl::ToDoubleSeconds(*figures.oldest - absl::UnixEpoch());
     gauges.capacity = static_cast<double>(core.dispatcher().capacity());
     gauges.buffered_bytes = static_cast<double>(core.buffered_bytes());
-    gauges.running = static_cast<double>(core.dispatcher().running());
-    const double streaming =
-        static_cast<double>(core.admitted()) - static_cast<double>(core.dispatcher().queued()) - gauges.running;
-    gauges.streaming = std::max(0.0, streaming);  // Three readings: one may be older.
     gauges.sessions = static_cast<double>(core.sessions());
+    gauges.adapters_registered = static_cast<double>(core.adapters_registered());
     for (const auto& worker : core.workers()) gauges.workers_ready += worker->state() == v1::WORKER_STATE_READY;
     return gauges;
   }));
@@ -142,7 +140,6 @@ int Run(const Flags& flags) {
   grpc::Server& server = *listening->server;
   SetReady(server, kServices, false);
 
-  
   std::vector<std::unique_ptr<WorkerProcess>> local;
   absl::Notification leave;
   std::atomic<bool> leaving{false}, any_served{false};
@@ -271,6 +268,12 @@ int main(int argc, char** argv) {
       ->check(CLI::Range(1, 10000))
       ->capture_default_str()
       ->group("Limits");
+  app.add_option("--when-full", flags.when_full,
+                 "What a request gets that fits the device, but not beside what open sessions hold: wait (its turn in the queue), or "
+                 "refuse (VRAM_EXCEEDED at once, with the time to try again)")
+      ->check(CLI::IsMember({"wait", "refuse"}))
+      ->capture_default_str()
+      ->group("Limits");
   app.add_option("--session-idle", flags.session_idle_seconds, "Seconds after which an idle session is closed")
       ->check(CLI::Range(0.1, 86400.0))
       ->capture_default_str()
@@ -297,6 +300,7 @@ int main(int argc, char** argv) {
   flags.options.max_buffered_bytes = h3::ParseBytes(flags.max_buffered)->value();
   flags.options.max_upload_bytes = h3::ParseBytes(flags.max_upload)->value();
   flags.options.max_request_bytes = h3::ParseBytes(flags.max_request)->value();
+  flags.options.refuse_when_full = flags.when_full == "refuse";
   flags.options.session_idle = absl::Seconds(flags.session_idle_seconds);
   return h3::Run(flags);
 }

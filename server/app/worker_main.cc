@@ -5,19 +5,28 @@
 #include <CLI/CLI.hpp>
 #include <atomic>
 #include <chrono>
+#include <filesystem>
+#include <fstream>
 #include <optional>
+#include <set>
+#include <string>
 #include <thread>
+#include <utility>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
+#include "server/app/metrics_observer.h"
 #include "server/app/model_flags.h"
 #include "server/app/process.h"
 #include "server/base/bytes.h"
 #include "server/base/check.h"
 #include "server/base/serial_executor.h"
+#include "server/base/text.h"
 #include "server/metrics/exposer.h"
 #include "server/metrics/worker_metrics.h"
 #include "server/rpc/worker_service.h"
@@ -39,6 +48,8 @@ struct Flags {
   bool supervised = false;
 };
 
+ByteCount BytesOrNone(const std::string& text) { return text == "0" ? ByteCount(0) : ParseBytes(text).value(); }
+
 EngineOptions ToEngineOptions(const Flags& flags) {
   EngineOptions options{.model = flags.model.model,
                         .adapters = flags.adapters,
@@ -55,6 +66,10 @@ EngineOptions ToEngineOptions(const Flags& flags) {
   }
   if (!flags.model.adapter_memory.empty()) options.adapter_memory = ParseBytes(flags.model.adapter_memory).value();
   if (!flags.model.device_memory.empty()) options.device_memory = ParseBytes(flags.model.device_memory).value();
+  options.adaln_on_host = flags.model.adaln_residency == "host";
+  options.workspace = ParseBytes(flags.model.workspace).value();
+  options.modulation_cache = BytesOrNone(flags.model.modulation_cache);
+  options.host_adapter_memory = BytesOrNone(flags.model.adapter_host_memory);
   return options;
 }
 
@@ -69,16 +84,27 @@ void LeaveWithParent() {
   }).detach();
 }
 
-MemoryGauges ReadGauges(const Engine& engine) {
-  const MemoryReport report = engine.Memory();
-  MemoryGauges gauges{report.device,           report.total,          report.free, report.ledger, report.last_request_peak,
-                      report.avoided_resident, report.base_mutations, {}};
-  gauges.adapter_budget = report.adapter_budget;
-  gauges.adapter_hits = report.adapter_hits;
-  gauges.adapter_misses = report.adapter_misses;
-  gauges.adapter_evictions = report.adapter_evictions;
-  for (const AdapterResidency& adapter : report.adapters) gauges.adapters.push_back({adapter.name, adapter.bytes});
-  return gauges;
+// The value of `key` in a file of lines "key : value"; empty where there is none.
+std::string FieldOf(const std::filesystem::path& path, absl::string_view key) {
+  std::ifstream file(path);
+  for (std::string line; std::getline(file, line);) {
+    const std::pair<absl::string_view, absl::string_view> parts = absl::StrSplit(line, absl::MaxSplits(':', 1));
+    if (absl::StripAsciiWhitespace(parts.first) == key) return CleanText(absl::StripAsciiWhitespace(parts.second), 100);
+  }
+  return "";
+}
+
+// What the machine calls it, for h3_device_info. Where the driver's devices are not all the same, which is ours it does not tell.
+std::string DeviceName(absl::string_view device) {
+  std::set<std::string> names;
+  if (device == "cpu") {
+    names.insert(FieldOf("/proc/cpuinfo", "model name"));
+  } else {
+    std::error_code none;
+    for (std::filesystem::directory_iterator it("/proc/driver/nvidia/gpus", none), end; !none && it != end; it.increment(none))
+      names.insert(FieldOf(it->path() / "information", "Model"));
+  }
+  return names.size() == 1 && !names.begin()->empty() ? *names.begin() : "unknown";
 }
 
 // What ends the process: OK for a drain that is done, or a fault. The first counts. Thread-safe.
@@ -106,12 +132,14 @@ class Ending {
 }
 
 // On the thread that will own the device.
-absl::StatusOr<std::unique_ptr<Engine>> Load(SerialExecutor& device, const Flags& flags) {
+absl::StatusOr<std::unique_ptr<Engine>> Load(SerialExecutor& device, const Flags& flags, EngineObserver& observer) {
   spdlog::info("loading {}", flags.model.model);
   absl::StatusOr<std::unique_ptr<Engine>> engine;
   absl::Notification done;
   H3_CHECK(device.Post([&] {
-    engine = MakeEngine(ToEngineOptions(flags));
+    EngineOptions options = ToEngineOptions(flags);
+    options.observer = &observer;
+    engine = MakeEngine(options);
     done.Notify();
   }));
   done.WaitForNotification();
@@ -141,13 +169,17 @@ absl::StatusOr<std::unique_ptr<Engine>> Load(SerialExecutor& device, const Flags
     ending.Tell(absl::OkStatus());
   });
 
-  SerialExecutor device(kDeviceQueue);
-  const auto engine = Load(device, flags);
-  if (!engine.ok()) CannotServe(engine.status());
+  // Before the model is read, so that Prometheus sees a worker that loads.
   auto exposer = MetricsExposer::Create(flags.metrics);
   if (!exposer.ok()) CannotServe(exposer.status());
   WorkerMetrics metrics((*exposer)->registry());
-  (*exposer)->Add(std::make_shared<MemoryCollector>([&] { return ReadGauges(**engine); }));
+  MetricsObserver observer(metrics);
+  SerialExecutor device(kDeviceQueue);
+  const auto engine = Load(device, flags, observer);
+  if (!engine.ok()) CannotServe(engine.status());
+  const std::string& name = (*engine)->model().device;
+  metrics.SetDevice(name, DeviceName(name));
+  (*exposer)->Add(std::make_shared<MemoryCollector>([&] { return (*engine)->Memory(); }));
   service.emplace(**engine, device, metrics,
                   WorkerServiceOptions{.on_fault = [&](absl::Status why) { ending.Tell(std::move(why)); }});
   auto made = Listen(flags.listen, {&*service});

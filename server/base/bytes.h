@@ -5,7 +5,9 @@
 #include <cstdint>
 #include <string>
 
+#include "absl/status/statusor.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/string_view.h"
 
 namespace h3 {
 
@@ -35,5 +37,8 @@ inline std::string Human(ByteCount bytes) {
   if (b < 100 * 1024.0 * 1024 * 1024) return absl::StrFormat("%.1f MiB", b / (1 << 20));
   return absl::StrFormat("%.1f GiB", b / (1 << 30));
 }
+
+// "80GiB", "512MiB", "1000000": INVALID_ARGUMENT for anything else.
+absl::StatusOr<ByteCount> ParseBytes(absl::string_view text);
 
 }  // namespace h3

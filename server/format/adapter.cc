@@ -134,10 +134,6 @@ class Intake {
       if (MayLeaveOutAdaln()) manifest_.left_out.push_back(site.name);
     }
     if (!MayLeaveOutAdaln()) {
-      manifest_.device_bytes += 4 * table.shape[0] * table.shape[1];
-      for (const std::vector<TensorInfo>* list : {&curve.weights, &curve.biases}) {
-        for (const TensorInfo& info : *list) manifest_.device_bytes += info.bytes;
-      }
       manifest_.curve = std::move(curve);
     }
     return absl::OkStatus();
@@ -159,7 +155,6 @@ class Intake {
       AdapterTerm term = TermOf(module);
       term.offset = Offset{*offset};
       term.scale_source = "offset";
-      manifest_.device_bytes += 4 * target.rows.count;
       manifest_.terms.push_back(std::move(term));
     }
     const TensorInfo* a = module.Find(Part::kA);
@@ -189,7 +184,6 @@ class Intake {
     const Target& target = *module.target;
     if (target.site < 0) {
       if (difference.shape != std::vector<int64_t>{target.rows.count}) return BadShape(difference, ShapeText({target.rows.count}));
-      manifest_.device_bytes += 4 * target.rows.count;
       manifest_.norm_offsets.push_back({target.norm, difference});
       return absl::OkStatus();
     }
@@ -203,7 +197,6 @@ class Intake {
     AdapterTerm term = TermOf(module);
     term.difference = Difference{difference};
     term.scale_source = "full difference";
-    manifest_.device_bytes += difference.bytes;
     manifest_.terms.push_back(std::move(term));
     return absl::OkStatus();
   }
@@ -314,7 +307,6 @@ class Intake {
         return Bad(reason::kUnsupportedDora, *magnitude, "DoRA on the AdaLN projection of a pruned base has no weight to take its norm from");
       }
     }
-    manifest_.device_bytes += a.bytes + b.bytes + low_rank.magnitude.bytes;
     term.low_rank = std::move(low_rank);
     manifest_.terms.push_back(std::move(term));
     return absl::OkStatus();
@@ -340,7 +332,6 @@ class Intake {
       term.features = AdalnFeatures::kOwnTable;
       if (!manifest_.own_table.has_value()) {
         manifest_.own_table = *file_.table;
-        manifest_.device_bytes += 4 * file_.table->shape[0] * file_.table->shape[1];
       }
       return width;
     }
@@ -378,7 +369,7 @@ class Intake {
     Kronecker kronecker;
     int64_t rank = 0;
     int64_t rows = 1, columns = 1;
-    int64_t held = 0, largest = 0;  // Elements of the factors as they are applied: halves as their product.
+    int64_t largest = 0;  // Elements of the factors as they are applied: halves as their product.
     const TensorInfo* shown = nullptr;
     const auto factor = [&](Part whole, Part left, Part right, absl::string_view name, std::optional<TensorInfo>& into,
                             std::optional<TensorInfo>& into_a, std::optional<TensorInfo>& into_b) -> absl::Status {
@@ -396,7 +387,6 @@ class Intake {
         int64_t elements = 0;
         if (__builtin_mul_overflow(more_rows, more_columns, &elements)) elements = std::numeric_limits<int64_t>::max() / 16;
         largest = std::max(largest, elements);
-        held += elements;
         if (__builtin_mul_overflow(rows, more_rows, &rows) || __builtin_mul_overflow(columns, more_columns, &columns)) rows = -1;
       };
       if (w != nullptr && l == nullptr && r == nullptr) {
@@ -441,7 +431,6 @@ class Intake {
                  "adapter from it",
                  {{"type", "full difference (LoKr)"}});
     }
-    manifest_.device_bytes += 4 * held;
     if (rank > 0) {
       H3_RETURN_IF_ERROR(SetScale(module, rank, term));
     } else {

@@ -104,8 +104,6 @@ struct AdapterManifest {
   std::vector<std::string> left_out;  // Modules that leave_out allowed to be dropped.
   std::vector<std::string> ignored_sections;  // "transformer_ref" where the file holds both partitions, and the like.
   std::vector<std::string> warnings;
-  // Bytes of the tensors that stay on the device.
-  int64_t device_bytes = 0;
 };
 
 struct IntakeOptions {

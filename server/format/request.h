@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -16,6 +17,8 @@
 #include "server/format/layout.h"
 
 namespace h3 {
+
+struct AdapterShape;
 
 // A tensor in host memory, row-major, little-endian. Without its data: an announcement.
 struct HostTensor {
@@ -75,6 +78,7 @@ struct ResolvedAdapter {
   Apply apply = Apply::kBypass;
   std::vector<StrengthRatio> auto_strength_ratios;  // Only where a worker computed them.
   AdapterSettings settings;  // Only where the registry resolved it.
+  std::shared_ptr<const AdapterShape> shape;  // Likewise: for the planner.
 };
 
 // The largest strength that is not taken for a mistake.

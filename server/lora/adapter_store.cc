@@ -2,11 +2,13 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "server/base/confined_file.h"
 #include "server/base/error.h"
 #include "server/base/sha256.h"
 #include "server/base/status_macros.h"
 #include "server/format/adapter.h"
+#include "server/tensor/catch_torch.h"
 
 namespace h3 {
 namespace {
@@ -26,20 +28,24 @@ absl::Status NotResident(absl::string_view what) {
 
 }  // namespace
 
-absl::StatusOr<std::pair<std::string, std::string>> AdapterStore::ReadContent(const StackEntry& entry) const {
-  const auto read = [](const FileDescriptor& file) -> absl::StatusOr<std::pair<std::string, std::string>> {
-    H3_ASSIGN_OR_RETURN(std::string content, ReadAll(file, kMaxAdapterBytes));
-    std::string digest = Sha256Hex(content);
-    return std::pair(std::move(content), std::move(digest));
+absl::StatusOr<std::shared_ptr<const HostContent>> AdapterStore::ReadContent(const StackEntry& entry) {
+  const auto read = [&](const FileDescriptor& file) -> absl::StatusOr<std::shared_ptr<const HostContent>> {
+    H3_ASSIGN_OR_RETURN(const std::string bytes, ReadAll(file, kMaxAdapterBytes));
+    return CatchTorch("adapter", [&]() -> absl::StatusOr<std::shared_ptr<const HostContent>> {
+      return MakeHostContent(entry.adapter, Sha256Hex(bytes), bytes, model_.device());
+    });
   };
   const std::string& name = entry.adapter;
   if (!entry.digest.empty() && !options_.blobs.empty()) {
     // Uploaded content lies under its digest, whatever name leads to it.
     if (const auto blob = OpenConfined(options_.blobs, entry.digest); blob.ok()) {
       H3_ASSIGN_OR_RETURN(auto found, read(*blob));
-      if (found.second == entry.digest) return found;
-      return RefuseArgument(reason::kMalformedFile, absl::StrCat("the stored content of adapter ", name, " is damaged; upload it again"),
-                            {{"adapter", name}, {"digest", entry.digest}, {"found", found.second}});
+      if (found->digest != entry.digest) {
+        return RefuseArgument(reason::kMalformedFile, absl::StrCat("the stored content of adapter ", name, " is damaged; upload it again"),
+                              {{"adapter", name}, {"digest", entry.digest}, {"found", found->digest}});
+      }
+      host_.Add(found);
+      return found;
     }
   }
   if (absl::StartsWith(name, "sha256:")) return NotResident(name);
@@ -51,22 +57,46 @@ absl::StatusOr<std::pair<std::string, std::string>> AdapterStore::ReadContent(co
     if (!file.ok()) return plain;
   }
   H3_ASSIGN_OR_RETURN(auto found, read(*file));
-  if (!entry.digest.empty() && found.second != entry.digest) {
+  if (!entry.digest.empty() && found->digest != entry.digest) {
     return Refuse(absl::StatusCode::kAborted, reason::kAdapterChanged,
                   absl::StrCat("adapter ", name, " was replaced after the request was accepted; send the request again"),
-                  {{"adapter", name}, {"digest", entry.digest}, {"found", found.second}});
+                  {{"adapter", name}, {"digest", entry.digest}, {"found", found->digest}});
   }
+  host_.Add(found);
   return found;
 }
 
+absl::Status AdapterStore::Prefetch(const StackEntry& entry) {
+  if (host_.budget() == ByteCount(0) || entry.digest.empty() || host_.Has(entry.digest)) return absl::OkStatus();
+  {
+    absl::MutexLock lock(&mu_);
+    for (const auto& [key, resident] : adapters_) {
+      if (key.digest == entry.digest) return absl::OkStatus();
+    }
+  }
+  return ReadContent(entry).status();
+}
+
 absl::StatusOr<std::shared_ptr<const ResidentAdapter>> AdapterStore::Read(const StackEntry& entry, ByteCount beside) {
+  const absl::Time start = absl::Now();
+  last_source_ = AdapterSource::kDevice;
+  std::shared_ptr<const HostContent> file;
   if (!entry.digest.empty()) {
     if (auto resident = FindFor(entry, entry.digest); resident != nullptr) return resident;
+    file = host_.Find(entry.digest);
   }
-  H3_ASSIGN_OR_RETURN(const auto file, ReadContent(entry));
-  const auto& [content, digest] = file;
+  const AdapterSource source = file != nullptr ? AdapterSource::kHost : AdapterSource::kDisk;
+  if (file == nullptr) {
+    H3_ASSIGN_OR_RETURN(file, ReadContent(entry));
+  }
+  const absl::string_view content = file->view();
+  const std::string& digest = file->digest;
   if (auto resident = FindFor(entry, digest); resident != nullptr) return resident;
-  const auto named = [&](const absl::Status& status) { return WithDetail(status, "adapter", entry.adapter); };
+  // What is wrong with the content stays wrong: it is not kept for another try.
+  const auto named = [&](const absl::Status& status) {
+    if (ReasonOf(status) != reason::kVramExceeded) host_.Drop(digest);
+    return WithDetail(status, "adapter", entry.adapter);
+  };
   const auto header = ParseSafetensorsHeader(content, static_cast<int64_t>(content.size()));
   if (!header.ok()) return named(header.status());
   IntakeOptions options;
@@ -81,7 +111,7 @@ absl::StatusOr<std::shared_ptr<const ResidentAdapter>> AdapterStore::Read(const 
     return ReadAdapter(
         *header,
         [&](const TensorInfo& info) -> absl::StatusOr<std::string> {
-          return content.substr(static_cast<size_t>(info.offset), static_cast<size_t>(info.bytes));
+          return std::string(content.substr(static_cast<size_t>(info.offset), static_cast<size_t>(info.bytes)));
         },
         model_.geometry(), options);
   };
@@ -91,11 +121,14 @@ absl::StatusOr<std::shared_ptr<const ResidentAdapter>> AdapterStore::Read(const 
     manifest = read();
   }
   if (!manifest.ok()) return named(manifest.status());
-  const ByteCount needed = ResidentBytes(model_, *manifest);
-  H3_RETURN_IF_ERROR(MakeRoom(needed, beside, entry.adapter));
+  const AdapterShape shape = ShapeOf(*manifest, model_.plan_base().form);
+  const ByteCount needed = shape.bytes;
+  H3_RETURN_IF_ERROR(MakeRoom(shape, beside, entry.adapter));
   auto resident = MakeResident(model_, *manifest, content, entry.adapter, digest);
   if (!resident.ok()) return named(resident.status());
   misses_.fetch_add(1);
+  last_source_ = source;
+  if (options_.on_load) options_.on_load(source, absl::Now() - start, needed);
   // Whatever lets go of it last, what was derived from it goes with it.
   (*resident)->own_scale = !options.alpha.has_value();
   std::shared_ptr<const ResidentAdapter> handle(resident->get(), [this, owned = *resident](const ResidentAdapter* adapter) mutable {
@@ -106,9 +139,11 @@ absl::StatusOr<std::shared_ptr<const ResidentAdapter>> AdapterStore::Read(const 
   return handle;
 }
 
-absl::Status AdapterStore::MakeRoom(ByteCount needed, ByteCount beside, const std::string& name) {
+absl::Status AdapterStore::MakeRoom(const AdapterShape& shape, ByteCount beside, const std::string& name) {
+  const ByteCount needed = shape.bytes;
   std::erase_if(alive_, [](const auto& made) { return made.first.expired(); });
-  if (!options_.budget.has_value()) return absl::OkStatus();
+  const auto on_device = [&] { return options_.make_room ? options_.make_room(name, needed + shape.load_staging, beside) : absl::OkStatus(); };
+  if (!options_.budget.has_value()) return on_device();
   const ByteCount budget = *options_.budget;
   const auto refuse = [&](absl::StatusCode code, ByteCount held, absl::string_view what, ErrorDetails details) {
     details.insert({{"adapter", name}, {"needed_bytes", absl::StrCat(needed.value())}, {"budget_bytes", absl::StrCat(budget.value())},
@@ -122,19 +157,35 @@ absl::Status AdapterStore::MakeRoom(ByteCount needed, ByteCount beside, const st
   for (;;) {
     ByteCount held;
     for (const auto& [adapter, bytes] : alive_) held += adapter.expired() ? ByteCount(0) : bytes;
-    if (held + needed <= budget) return absl::OkStatus();
-    absl::MutexLock lock(&mu_);
-    auto oldest = adapters_.end();
-    for (auto it = adapters_.begin(); it != adapters_.end(); ++it) {
-      if (it->second.adapter.use_count() > 1) continue;
-      if (oldest == adapters_.end() || it->second.last_use < oldest->second.last_use) oldest = it;
-    }
-    if (oldest == adapters_.end()) {
+    if (held + needed <= budget) return on_device();
+    if (!EvictIdle()) {
       return refuse(absl::StatusCode::kResourceExhausted, held, "requests that run hold", {{"retry_seconds", "1"}});
     }
-    adapters_.erase(oldest);
-    evictions_.fetch_add(1);
   }
+}
+
+bool AdapterStore::EvictIdle() {
+  std::shared_ptr<const ResidentAdapter> evicted;  // Freed after the lock.
+  absl::MutexLock lock(&mu_);
+  auto oldest = adapters_.end();
+  for (auto it = adapters_.begin(); it != adapters_.end(); ++it) {
+    if (it->second.adapter.use_count() > 1) continue;
+    if (oldest == adapters_.end() || it->second.last_use < oldest->second.last_use) oldest = it;
+  }
+  if (oldest == adapters_.end()) return false;
+  evicted = std::move(oldest->second.adapter);
+  adapters_.erase(oldest);
+  evictions_.fetch_add(1);
+  return true;
+}
+
+ByteCount AdapterStore::IdleBytes() const {
+  absl::MutexLock lock(&mu_);
+  ByteCount idle;
+  for (const auto& [key, resident] : adapters_) {
+    if (resident.adapter.use_count() == 1) idle += resident.adapter->bytes;
+  }
+  return idle;
 }
 
 std::shared_ptr<const ResidentAdapter> AdapterStore::FindFor(const StackEntry& entry, const std::string& digest) {
@@ -162,7 +213,10 @@ void AdapterStore::Keep(const StackEntry& entry, std::shared_ptr<const ResidentA
   adapters_.try_emplace(std::move(key), Resident{std::move(adapter), ++uses_});
 }
 
-AdapterStoreStats AdapterStore::Stats() const { return {hits_.load(), misses_.load(), evictions_.load()}; }
+TierCounters AdapterStore::Counters(Tier tier) const {
+  if (tier == Tier::kHost) return host_.counters();
+  return {hits_.load(), misses_.load(), evictions_.load()};
+}
 
 absl::StatusOr<ByteCount> AdapterStore::Unload(const std::string& digest) {
   std::vector<std::shared_ptr<const ResidentAdapter>> removed;  // Freed after the lock.
@@ -187,17 +241,19 @@ absl::StatusOr<ByteCount> AdapterStore::Unload(const std::string& digest) {
     removed.push_back(std::move(it->second.adapter));
     it = adapters_.erase(it);
   }
+  host_.Drop(digest);
   if (removed.empty()) return NotResident(absl::StrCat("sha256:", digest));
   return freed;
 }
 
-std::vector<StoredAdapter> AdapterStore::List() const {
+std::vector<AdapterResidency> AdapterStore::List() const {
+  std::vector<AdapterResidency> list;
   absl::MutexLock lock(&mu_);
-  std::vector<StoredAdapter> list;
   for (const auto& [key, resident] : adapters_) {
     const auto& adapter = resident.adapter;
-    list.push_back({adapter->name, adapter->digest, adapter->bytes, adapter.use_count() - 1});
+    list.push_back({adapter->name, adapter->digest, adapter->bytes, adapter.use_count() - 1, Tier::kDevice});
   }
+  for (AdapterResidency& host : host_.List()) list.push_back(std::move(host));
   return list;
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -11,28 +12,15 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
 #include "server/format/request.h"
+#include "server/lora/host_tier.h"
 #include "server/lora/merged_weights.h"
 #include "server/lora/norm_cache.h"
 #include "server/lora/resident_adapter.h"
 #include "server/model/resident_model.h"
 
 namespace h3 {
-
-// A snapshot line.
-struct StoredAdapter {
-  std::string name;
-  std::string digest;
-  ByteCount bytes;
-  int64_t pins = 0;  // Stacks that hold it.
-};
-
-// How the store did so far.
-struct AdapterStoreStats {
-  int64_t hits = 0;    // An adapter was resident when a stack asked for it.
-  int64_t misses = 0;  // It had to be read.
-  int64_t evictions = 0;
-};
 
 struct AdapterStoreOptions {
   std::string directory;  // Where names are looked up.
@@ -41,14 +29,20 @@ struct AdapterStoreOptions {
   // Bytes that adapters may take on the device. What nobody holds goes, least recently used first, before another comes in; it is
   // never exceeded. Absent: no limit.
   std::optional<ByteCount> budget;
+  ByteCount host_budget;  // Content of adapters that is kept in host memory.
+  // Called before `needed` bytes are taken for an adapter of that name: makes room for them on the device (EvictIdle frees what
+  // nobody holds) or says why there is none. `beside`: as for Read. Null: there is always room.
+  std::function<absl::Status(const std::string& name, ByteCount needed, ByteCount beside)> make_room;
+  // An adapter came to the device. Null: nobody asks.
+  std::function<void(AdapterSource from, absl::Duration took, ByteCount bytes)> on_load;
 };
 
-// Everything but List and PinnedMergedBytes: on the device thread. Those: any thread.
+// On the device thread, but for what says [any].
 class AdapterStore {
  public:
   // Borrows the model.
   AdapterStore(const ResidentModel& model, AdapterStoreOptions options)
-      : model_(model), options_(std::move(options)), merged_(options_.idle_merged) {}
+      : model_(model), options_(std::move(options)), merged_(options_.idle_merged), host_(options_.host_budget) {}
 
   // The adapter of a stack entry (its strength and factors are not looked at): resident already, or read, hashed, checked and
   // copied now. Gone with the last handle, unless it is kept. An entry without a digest takes what the file is now.
@@ -64,12 +58,25 @@ class AdapterStore {
   // Bytes freed. FAILED_PRECONDITION / IN_USE while a stack holds it; NOT_FOUND / UNKNOWN_ADAPTER when it is not resident.
   absl::StatusOr<ByteCount> Unload(const std::string& digest) ABSL_LOCKS_EXCLUDED(mu_);
 
-  std::vector<StoredAdapter> List() const ABSL_LOCKS_EXCLUDED(mu_);
+  // [any] Reads the content of an entry with a digest into the host tier, where it is not and fits. Blocks on the disk.
+  absl::Status Prefetch(const StackEntry& entry);
 
-  // What a merging runtime would hold a second time for the adapters that are pinned now.
+  // Frees the adapter that nobody has used for longest; false: all are in use.
+  bool EvictIdle() ABSL_LOCKS_EXCLUDED(mu_);
+  // [any] Bytes of adapters that EvictIdle would free.
+  ByteCount IdleBytes() const ABSL_LOCKS_EXCLUDED(mu_);
+
+  // From where the last Read took its adapter.
+  AdapterSource last_source() const { return last_source_; }
+
+  // [any] Both tiers.
+  std::vector<AdapterResidency> List() const ABSL_LOCKS_EXCLUDED(mu_);
+
+  // [any] What a merging runtime would hold a second time for the adapters that are pinned now.
   ByteCount PinnedMergedBytes() const ABSL_LOCKS_EXCLUDED(mu_);
 
-  AdapterStoreStats Stats() const;  // Any thread.
+  TierCounters Counters(Tier tier) const;  // [any]
+  const HostTier& host() const { return host_; }
   const std::optional<ByteCount>& budget() const { return options_.budget; }
 
   NormCache& norms() { return norms_; }
@@ -96,15 +103,17 @@ class AdapterStore {
 
   // Counts as a use.
   std::shared_ptr<const ResidentAdapter> Find(const Key& key) ABSL_LOCKS_EXCLUDED(mu_);
-  // Evicts until `needed` more bytes fit the budget.
-  absl::Status MakeRoom(ByteCount needed, ByteCount beside, const std::string& name) ABSL_LOCKS_EXCLUDED(mu_);
-  // The bytes of an entry's file, and their digest.
-  absl::StatusOr<std::pair<std::string, std::string>> ReadContent(const StackEntry& entry) const;
+  // Evicts until it fits the budget and the device.
+  absl::Status MakeRoom(const AdapterShape& shape, ByteCount beside, const std::string& name) ABSL_LOCKS_EXCLUDED(mu_);
+  // [any] The bytes of an entry's file, from the disk, with their digest. Kept in the host tier where they fit.
+  absl::StatusOr<std::shared_ptr<const HostContent>> ReadContent(const StackEntry& entry);
 
   const ResidentModel& model_;
   const AdapterStoreOptions options_;
   NormCache norms_;
   MergedWeights merged_;
+  HostTier host_;
+  AdapterSource last_source_ = AdapterSource::kDevice;
   mutable absl::Mutex mu_;
   std::map<Key, Resident> adapters_ ABSL_GUARDED_BY(mu_);
   std::vector<std::pair<std::weak_ptr<const ResidentAdapter>, ByteCount>> alive_;  // Every adapter that was made: kept, or only held.

@@ -10,6 +10,13 @@
 #include "server/vram/ledger.h"
 
 namespace h3 {
+namespace {
+
+int64_t BytesOf(const BaseLinear& weight) {
+  return weight.out() * weight.in() * static_cast<int64_t>(c10::elementSize(weight.dtype()));
+}
+
+}  // namespace
 
 std::shared_ptr<const BaseLinear> MergeWeight(const BaseLinear& base, const std::vector<SiteOp>& ops, c10::Device device) {
   at::Tensor weight;
@@ -34,22 +41,29 @@ std::shared_ptr<const BaseLinear> MergedWeights::Get(const std::string& key,
   } else {
     copies_.push_front({key, make()});
   }
-  return copies_.front().weight;
+  std::shared_ptr<const BaseLinear> weight = copies_.front().weight;
+  CountIdle();
+  return weight;
 }
 
 void MergedWeights::Trim() {
   int64_t idle = 0;
   for (auto copy = copies_.begin(); copy != copies_.end();) {
-    const BaseLinear& weight = *copy->weight;
-    if (copy->weight.use_count() == 1) {
-      idle += weight.out() * weight.in() * static_cast<int64_t>(c10::elementSize(weight.dtype()));
-    }
+    if (copy->weight.use_count() == 1) idle += BytesOf(*copy->weight);
     copy = copy->weight.use_count() == 1 && idle > idle_.value() ? copies_.erase(copy) : std::next(copy);
   }
+  CountIdle();
+}
+
+void MergedWeights::CountIdle() {
+  int64_t idle = 0;
+  for (const Copy& copy : copies_) idle += copy.weight.use_count() == 1 ? BytesOf(*copy.weight) : 0;
+  idle_bytes_.store(idle, std::memory_order_relaxed);
 }
 
 void MergedWeights::Drop(absl::string_view text) {
   copies_.remove_if([&](const Copy& copy) { return copy.weight.use_count() == 1 && absl::StrContains(copy.key, text); });
+  CountIdle();
 }
 
 }  // namespace h3

@@ -2,6 +2,7 @@
 // same, kept for the next one while there is room. The base is never touched.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <list>
 #include <memory>
@@ -31,6 +32,8 @@ class MergedWeights {
   void Trim();
   // Frees every copy that no stack holds and whose key contains `text`.
   void Drop(absl::string_view text);
+  // On any thread: bytes of copies that no stack held when one came or went last.
+  ByteCount idle_bytes() const { return ByteCount(idle_bytes_.load(std::memory_order_relaxed)); }
 
  private:
   struct Copy {
@@ -38,7 +41,10 @@ class MergedWeights {
     std::shared_ptr<const BaseLinear> weight;
   };
 
+  void CountIdle();
+
   const ByteCount idle_;
+  std::atomic<int64_t> idle_bytes_{0};
   std::list<Copy> copies_;  // Most recently used first.
 };
 

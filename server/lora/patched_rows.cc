@@ -5,6 +5,8 @@
 
 #include <algorithm>
 
+#include "server/base/tiling.h"
+
 namespace h3 {
 namespace {
 

@@ -10,7 +10,6 @@
 #include <algorithm>
 #include <cmath>
 #include <optional>
-#include <set>
 
 #include "absl/strings/str_cat.h"
 #include "server/base/check.h"
@@ -124,11 +123,6 @@ std::optional<c10::ScalarType> FactorType(const ResidentModel& model, const Adap
     case SiteKind::kFc2: return model.compute();
     default: return std::nullopt;
   }
-}
-
-int64_t TypeBytes(const TensorInfo& info, std::optional<c10::ScalarType> type) {
-  if (type.has_value()) return static_cast<int64_t>(c10::elementSize(*type));
-  return info.dtype == DType::kF64 ? 4 : DTypeBytes(info.dtype);
 }
 
 absl::StatusOr<ResidentTerm> CopyTerm(const ResidentModel& model, const AdapterTerm& term, Loader& loader) {
@@ -277,50 +271,10 @@ absl::StatusOr<std::shared_ptr<ResidentAdapter>> MakeResident(const ResidentMode
       adapter->warnings.push_back("no effect: every delta of the adapter is zero");
     }
     adapter->bytes = TensorBytes(*adapter);
-    H3_CHECK(adapter->bytes == ResidentBytes(model, manifest));
+    adapter->shape = ShapeOf(manifest, model.plan_base().form);
+    H3_CHECK(adapter->bytes == adapter->shape.bytes);
     return adapter;
   });
-}
-
-ByteCount ResidentBytes(const ResidentModel& model, const AdapterManifest& manifest) {
-  int64_t bytes = 0;
-  const auto stored = [](const TensorInfo& info) {
-    int64_t elements = 1;
-    for (const int64_t size : info.shape) elements *= size;
-    return elements * TypeBytes(info, std::nullopt);
-  };
-  for (const AdapterTerm& term : manifest.terms) {
-    const std::optional<c10::ScalarType> type = FactorType(model, term);
-    const RowOrder order = OrderRows(model, term);
-    const int64_t rows = order.range.count;
-    if (term.low_rank.has_value()) {
-      const LowRank& from = *term.low_rank;
-      bytes += from.a.shape[0] * from.a.shape[1] * TypeBytes(from.a, type) + rows * from.b.shape[1] * TypeBytes(from.b, type);
-      const bool by_rows = from.magnitude_axis == MagnitudeAxis::kRows;
-      if (from.magnitude_axis != MagnitudeAxis::kNone) bytes += 4 * (by_rows ? rows : from.a.shape[1]);
-      if (by_rows && std::count(order.source.begin(), order.source.end(), kNoRow) > 0) bytes += 4 * rows;
-    } else if (term.kronecker.has_value()) {
-      const Kronecker& from = *term.kronecker;
-      const auto factor = [](const std::optional<TensorInfo>& whole, const std::optional<TensorInfo>& left, const std::optional<TensorInfo>& right) {
-        return 4 * (whole.has_value() ? whole->shape[0] * whole->shape[1] : left->shape[0] * right->shape[1]);
-      };
-      bytes += factor(from.w1, from.w1_a, from.w1_b) + factor(from.w2, from.w2_a, from.w2_b);
-      if (!order.source.empty()) bytes += 8 * rows;
-    } else if (term.difference.has_value()) {
-      bytes += rows * term.difference->difference.shape[1] * TypeBytes(term.difference->difference, type);
-    } else {
-      bytes += 4 * rows;
-    }
-  }
-  for (const NormOffset& norm : manifest.norm_offsets) bytes += 4 * norm.offset.shape[0];
-  const auto table = [](const TensorInfo& info) { return 4 * info.shape[0] * info.shape[1]; };
-  if (manifest.own_table.has_value()) bytes += table(*manifest.own_table);
-  if (manifest.curve.has_value()) {
-    bytes += table(manifest.curve->table);
-    for (const TensorInfo& info : manifest.curve->weights) bytes += stored(info);
-    for (const TensorInfo& info : manifest.curve->biases) bytes += stored(info);
-  }
-  return ByteCount(bytes);
 }
 
 const ResidentTerm* WholeDifference(const ResidentAdapter& adapter) {
@@ -331,18 +285,11 @@ const ResidentTerm* WholeDifference(const ResidentAdapter& adapter) {
 }
 
 ByteCount MergedBytes(const ResidentModel& model, const std::vector<const ResidentAdapter*>& adapters) {
-  std::set<int> targets;
-  for (const ResidentAdapter* adapter : adapters) {
-    for (const ResidentTerm& term : adapter->terms) {
-      if (!std::holds_alternative<ResidentOffset>(term.what)) targets.insert(term.site);
-    }
-  }
-  int64_t bytes = 0;
-  for (const int site : targets) {
-    const BaseLinear& linear = model.linear(site);
-    bytes += linear.out() * linear.in() * static_cast<int64_t>(c10::elementSize(linear.dtype()));
-  }
-  return ByteCount(bytes);
+  std::vector<const AdapterShape*> shapes;
+  for (const ResidentAdapter* adapter : adapters) shapes.push_back(&adapter->shape);
+  ByteCount bytes;
+  for (const MergedTarget& target : MergedTargets(shapes, model.sites(), model.plan_base().site_bytes)) bytes += target.bytes;
+  return bytes;
 }
 
 }  // namespace h3

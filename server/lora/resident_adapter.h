@@ -12,6 +12,7 @@
 #include "absl/status/statusor.h"
 #include "server/base/bytes.h"
 #include "server/format/adapter.h"
+#include "server/format/adapter_shape.h"
 #include "server/model/resident_model.h"
 #include "server/nn/site.h"
 
@@ -72,7 +73,8 @@ struct ResidentAdapter {
   std::vector<std::string> warnings;
   std::string format;
   bool own_scale = true;  // False: the scales of its terms mean nothing until a stack gives alpha.
-  ByteCount bytes;  // On the device, all tensors above.
+  ByteCount bytes;     // On the device, all tensors above.
+  AdapterShape shape;  // For the planner.
 };
 
 // Copies the terms of `manifest` out of `file` (the whole file, from its first byte) to the model's device: to the compute type
@@ -80,9 +82,6 @@ struct ResidentAdapter {
 // INVALID_ARGUMENT / NOT_FINITE with the tensor. RESOURCE_EXHAUSTED / VRAM_EXCEEDED. A failure leaves nothing behind.
 absl::StatusOr<std::shared_ptr<ResidentAdapter>> MakeResident(const ResidentModel& model, const AdapterManifest& manifest,
                                                                     absl::string_view file, std::string name, std::string digest);
-
-// Bytes that MakeResident will hold on the device for that manifest.
-ByteCount ResidentBytes(const ResidentModel& model, const AdapterManifest& manifest);
 
 // A term of [out, in] size, which only apply=materialized may use; null: there is none.
 const ResidentTerm* WholeDifference(const ResidentAdapter& adapter);

@@ -9,7 +9,6 @@
 #include <set>
 
 #include "absl/memory/memory.h"
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "server/base/error.h"
@@ -19,13 +18,6 @@
 
 namespace h3 {
 namespace {
-
-bool IsTextSite(absl::string_view name) {
-  return absl::StartsWith(name, "condition_proj") || absl::StartsWith(name, "token_refiner.");
-}
-
-// What takes the place of every alpha of the file: the request's, or what is kept of the adapter.
-std::optional<double> AlphaOf(const StackEntry& entry) { return entry.alpha.has_value() ? entry.alpha : entry.settings.alpha; }
 
 bool IsDora(const ResidentTerm& term) {
   const auto* low_rank = std::get_if<ResidentLowRank>(&term.what);
@@ -55,6 +47,8 @@ SiteProgram& ProgramOf(StackProgram& program, const ResidentAdapter& adapter, co
 }
 
 }  // namespace
+
+std::optional<double> AlphaOf(const StackEntry& entry) { return entry.alpha.has_value() ? entry.alpha : entry.settings.alpha; }
 
 double ScaleOf(const ResidentTerm& term, const std::optional<double>& alpha) {
   if (!alpha.has_value() || term.rank == 0) return term.scale;
@@ -88,45 +82,59 @@ ResolvedAdapter Resolve(const ResidentModel& model, const ResidentAdapter& adapt
 }
 
 absl::StatusOr<std::unique_ptr<Stack>> Stack::Build(const ResidentModel& model, AdapterStore& store,
-                                                    absl::Span<const StackEntry> entries) {
+                                                    absl::Span<const StackEntry> entries, const Admit& admit) {
   H3_RETURN_IF_ERROR(CheckStack(entries, 0));
   auto stack = absl::WrapUnique(new Stack(model, store));
   for (size_t i = 0; i < entries.size(); ++i) {
-    const StackEntry& entry = entries[i];
-    auto adapter = stack->Read(entry);
+    auto adapter = stack->Read(entries[i]);
     if (!adapter.ok()) return WithDetail(adapter.status(), "field", absl::StrCat("stack[", i, "]"));
-    Member member{.entry = entry, .adapter = *adapter};
-    for (const ResidentTerm& term : (*adapter)->terms) {
-      member.scales.push_back(ScaleOf(term, AlphaOf(entry)));
-      member.touches_text |= IsTextSite(model.sites()[static_cast<size_t>(term.site)].name);
-    }
-    for (const ResidentNormOffset& norm : (*adapter)->norm_offsets) member.touches_text |= IsTextSite(norm.tensor);
-    std::vector<StrengthRatio> shown;
-    if (entry.auto_strength.has_value()) {
-      const std::map<int, double> ratios = AutoStrengthRatios(model, **adapter, store.norms(), member.scales,
-                                                              entry.auto_strength->floor, entry.auto_strength->ceiling);
-      for (size_t t = 0; t < member.scales.size(); ++t) {
-        const ResidentTerm& term = (*adapter)->terms[t];
-        if (!std::holds_alternative<ResidentOffset>(term.what)) member.scales[t] *= ratios.at(term.site);
-      }
-      for (const auto& [site, ratio] : ratios) shown.push_back({model.sites()[static_cast<size_t>(site)].name, ratio});
-    }
-    stack->resolved_.push_back(Resolve(model, **adapter, entry));
-    stack->resolved_.back().auto_strength_ratios = std::move(shown);
-    stack->members_.push_back(std::move(member));
+    stack->members_.push_back({.entry = entries[i], .adapter = *std::move(adapter)});
   }
+  if (admit) H3_RETURN_IF_ERROR(admit(*stack));
+  for (Member& member : stack->members_) stack->Resolve(member);
   H3_RETURN_IF_ERROR(stack->PlanMerges());
   // Nothing of a stack that is refused stays.
   for (const Member& member : stack->members_) store.Keep(member.entry, member.adapter);
   return stack;
 }
 
-absl::StatusOr<std::shared_ptr<const ResidentAdapter>> Stack::Read(const StackEntry& entry) const {
-  std::set<const ResidentAdapter*> held;
-  ByteCount beside;
-  for (const Member& member : members_) {
-    if (held.insert(member.adapter.get()).second) beside += member.adapter->bytes;
+void Stack::Resolve(Member& member) {
+  const StackEntry& entry = member.entry;
+  const ResidentAdapter& adapter = *member.adapter;
+  for (const ResidentTerm& term : adapter.terms) {
+    member.scales.push_back(ScaleOf(term, AlphaOf(entry)));
+    member.touches_text |= IsTextSite(model_.sites()[static_cast<size_t>(term.site)]);
   }
+  member.touches_text |= adapter.shape.text_norms;
+  resolved_.push_back(h3::Resolve(model_, adapter, entry));
+  if (!entry.auto_strength.has_value()) return;
+  const std::map<int, double> ratios =
+      AutoStrengthRatios(model_, adapter, store_.norms(), member.scales, entry.auto_strength->floor, entry.auto_strength->ceiling);
+  for (size_t t = 0; t < member.scales.size(); ++t) {
+    const ResidentTerm& term = adapter.terms[t];
+    if (!std::holds_alternative<ResidentOffset>(term.what)) member.scales[t] *= ratios.at(term.site);
+  }
+  for (const auto& [site, ratio] : ratios) {
+    resolved_.back().auto_strength_ratios.push_back({model_.sites()[static_cast<size_t>(site)].name, ratio});
+  }
+}
+
+std::vector<PlannedEntry> Stack::planned() const {
+  std::vector<PlannedEntry> planned;
+  for (const Member& member : members_) planned.push_back({&member.adapter->shape, &member.entry});
+  return planned;
+}
+
+ByteCount Stack::AdapterBytes() const {
+  std::set<const ResidentAdapter*> held;
+  ByteCount bytes;
+  for (const Member& member : members_) {
+    if (held.insert(member.adapter.get()).second) bytes += member.adapter->bytes;
+  }
+  return bytes;
+}
+
+absl::StatusOr<std::shared_ptr<const ResidentAdapter>> Stack::Read(const StackEntry& entry) {
   for (const Member& member : members_) {
     const StackEntry& other = member.entry;
     const bool same = other.adapter == entry.adapter && other.digest == entry.digest && other.settings == entry.settings &&
@@ -134,7 +142,9 @@ absl::StatusOr<std::shared_ptr<const ResidentAdapter>> Stack::Read(const StackEn
     // The store refuses a whole difference that no merged copy takes.
     if (same && (entry.apply == Apply::kMaterialized || WholeDifference(*member.adapter) == nullptr)) return member.adapter;
   }
-  return store_.Read(entry, beside);
+  auto adapter = store_.Read(entry, AdapterBytes());
+  slowest_source_ = std::max(slowest_source_, store_.last_source());
+  return adapter;
 }
 
 Stack::~Stack() {

@@ -1,6 +1,7 @@
 // The stack of one request: its adapters, pinned, and the programs that the forward runs.
 #pragma once
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -11,12 +12,16 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "server/base/cancellation.h"
+#include "server/format/plan.h"
 #include "server/format/request.h"
 #include "server/lora/adapter_store.h"
 #include "server/model/resident_model.h"
 #include "server/model/stack_program.h"
 
 namespace h3 {
+
+// What takes the place of every alpha of the file: the request's, or what is kept of the adapter.
+std::optional<double> AlphaOf(const StackEntry& entry);
 
 // The scale of a term with that alpha in place of the file's.
 double ScaleOf(const ResidentTerm& term, const std::optional<double>& alpha);
@@ -27,9 +32,11 @@ ResolvedAdapter Resolve(const ResidentModel& model, const ResidentAdapter& adapt
 // On the device thread. Borrows the model; holds (pins) the adapters as long as it lives.
 class Stack {
  public:
-  // Refuses as CheckStack and AdapterStore::Read do; the message names the entry.
+  // Refuses as CheckStack and AdapterStore::Read do; the message names the entry. `admit` (null: not asked) is called once the
+  // adapters are pinned and before anything is computed with them; what it refuses is refused.
+  using Admit = std::function<absl::Status(const Stack&)>;
   static absl::StatusOr<std::unique_ptr<Stack>> Build(const ResidentModel& model, AdapterStore& store,
-                                                      absl::Span<const StackEntry> entries);
+                                                      absl::Span<const StackEntry> entries, const Admit& admit = nullptr);
 
   ~Stack();
 
@@ -39,6 +46,12 @@ class Stack {
 
   // In request order.
   const std::vector<ResolvedAdapter>& resolved() const { return resolved_; }
+  // For the planner. Borrows from the stack.
+  std::vector<PlannedEntry> planned() const;
+  // Bytes of its adapters, each once.
+  ByteCount AdapterBytes() const;
+  // Where the slowest of its adapters came from.
+  AdapterSource slowest_source() const { return slowest_source_; }
 
   // BAD_STRENGTH where `factors` (one an entry) ask for what a merged copy cannot do.
   absl::Status CheckFactors(absl::Span<const double> factors) const;
@@ -71,7 +84,9 @@ class Stack {
 
   Stack(const ResidentModel& model, AdapterStore& store) : model_(model), store_(store) {}
   // The adapter of an entry: that of an earlier one of the same, or the store's.
-  absl::StatusOr<std::shared_ptr<const ResidentAdapter>> Read(const StackEntry& entry) const;
+  absl::StatusOr<std::shared_ptr<const ResidentAdapter>> Read(const StackEntry& entry);
+  // Scales of each member's terms, and what the answer tells of it.
+  void Resolve(Member& member);
   // Which terms go into merged copies. BAD_STRENGTH where the order of the stack does not allow it.
   absl::Status PlanMerges();
   bool MergedAt(int site, const TermId& id) const;
@@ -87,6 +102,7 @@ class Stack {
   std::vector<Member> members_;
   std::map<int, std::vector<TermId>> merges_;  // By site, in stack order.
   std::map<int, std::shared_ptr<const BaseLinear>> merged_;
+  AdapterSource slowest_source_ = AdapterSource::kDevice;
   bool preparing_ = false;  // Merged copies are being made, or could not be.
   std::vector<ResolvedAdapter> resolved_;
   std::map<std::vector<double>, std::unique_ptr<StackProgram>> programs_;

@@ -1,24 +1,51 @@
 #include "server/metrics/worker_metrics.h"
 
 #include <algorithm>
+#include <array>
 #include <map>
+#include <utility>
 
 namespace h3 {
 namespace {
 
+using Buckets = prometheus::Histogram::BucketBoundaries;
+
 constexpr size_t kMaxAdapterSeries = 50;
+constexpr std::array kTasks = {"t2va", "fl2va", "ref2va"};
+constexpr std::array kSizes = {"xs", "s", "m", "l", "xl"};
+constexpr std::array kSizeLimits = {8'192.0, 24'576.0, 65'536.0, 131'072.0};
+constexpr std::array kAdapterCounts = {"0", "1", "2", "3plus"};
+constexpr std::array kOutcomes = {"ok", "cancelled", "failed"};
+constexpr std::array kSwaps = {"activate", "deactivate", "strength", "reorder", "replace"};
+constexpr std::array kTierNames = {"device", "host"};  // By Tier.
 
-prometheus::Histogram::BucketBoundaries StepBuckets() { return {0.01, 0.03, 0.1, 0.3, 1, 2, 5, 10, 20, 40, 80, 160, 320}; }
+// 60 children: the largest family that there is (840 series), so that no bucket is there for nothing.
+Buckets StepBuckets() { return {0.01, 0.03, 0.1, 0.3, 1, 2, 4, 8, 16, 40, 120}; }
+// 10 us to 10 s; 50 ms is what an alert asks for.
+Buckets SwapBuckets() { return {1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.02, 0.05, 0.1, 0.3, 1, 3, 10}; }
+Buckets LoadBuckets() { return {0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100}; }
+Buckets CancelBuckets() { return {0.001, 0.01, 0.03, 0.1, 0.3, 1, 2, 5, 10, 20, 40, 120}; }
 
-prometheus::MetricFamily Gauge(std::string name, std::string help) {
+const char* AdapterCount(size_t adapters) { return kAdapterCounts[std::min(adapters, kAdapterCounts.size() - 1)]; }
+
+prometheus::Family<prometheus::Counter>& Counters(prometheus::Registry& registry, const char* name, const char* help) {
+  return prometheus::BuildCounter().Name(name).Help(help).Register(registry);
+}
+prometheus::Family<prometheus::Histogram>& Histograms(prometheus::Registry& registry, const char* name, const char* help) {
+  return prometheus::BuildHistogram().Name(name).Help(help).Register(registry);
+}
+
+prometheus::MetricFamily Family(std::string name, std::string help, prometheus::MetricType type) {
   prometheus::MetricFamily family;
   family.name = std::move(name);
   family.help = std::move(help);
-  family.type = prometheus::MetricType::Gauge;
+  family.type = type;
   return family;
 }
 
-void Add(prometheus::MetricFamily& family, double value, std::vector<prometheus::ClientMetric::Label> labels) {
+using Label = prometheus::ClientMetric::Label;
+
+void Add(prometheus::MetricFamily& family, double value, std::vector<Label> labels) {
   prometheus::ClientMetric metric;
   metric.label = std::move(labels);
   (family.type == prometheus::MetricType::Counter ? metric.counter.value : metric.gauge.value) = value;
@@ -27,107 +54,239 @@ void Add(prometheus::MetricFamily& family, double value, std::vector<prometheus:
 
 double Bytes(ByteCount bytes) { return static_cast<double>(bytes.value()); }
 
+// The families of one report.
+class Families {
+ public:
+  explicit Families(const MemoryReport& now) : now_(now), device_{"device", now.device} {}
+
+  std::vector<prometheus::MetricFamily> Take() && {
+    Ledger();
+    Room();
+    Allocator();
+    Host();
+    Base();
+    Residency();
+    return std::move(families_);
+  }
+
+ private:
+  prometheus::MetricFamily& Gauge(const char* name, const char* help) {
+    return families_.emplace_back(Family(name, help, prometheus::MetricType::Gauge));
+  }
+  prometheus::MetricFamily& Counter(const char* name, const char* help) {
+    return families_.emplace_back(Family(name, help, prometheus::MetricType::Counter));
+  }
+  void Single(const char* name, const char* help, ByteCount value) { Add(Gauge(name, help), Bytes(value), {device_}); }
+
+  void Ledger() {
+    prometheus::MetricFamily vram = Family(
+        "h3_vram_bytes", "Bytes that the process uses on the device, by owner; the owners sum to what is used.", prometheus::MetricType::Gauge);
+    prometheus::MetricFamily allocated = Family(
+        "h3_vram_allocated_bytes_total",
+        "Bytes ever allocated, by owner. A strength change adds nothing under base_weights, adapters, materialized and caches.",
+        prometheus::MetricType::Counter);
+    for (int i = 0; i < kOwners; ++i) {
+      const auto owner = static_cast<Owner>(i);
+      const Label label{"owner", std::string(OwnerName(owner))};
+      Add(vram, Bytes(now_.ledger.of(owner)), {device_, label});
+      Add(allocated, Bytes(now_.ledger.added_to(owner)), {device_, label});
+    }
+    families_.push_back(std::move(vram));
+    families_.push_back(std::move(allocated));
+  }
+
+  void Room() {
+    Single("h3_vram_device_total_bytes", "Memory of the device, as capped by --device-memory.", now_.total);
+    Single("h3_vram_device_free_bytes", "Memory of the device that nobody uses.", now_.free);
+    Single("h3_vram_headroom_bytes", "What a new request may take: the number that admission compares with.", now_.headroom);
+    Single("h3_vram_admission_reserved_bytes", "Promised to requests and sessions that were admitted.", now_.reserved);
+    Single("h3_vram_reusable_bytes", "What a request may push out: idle adapters, merged copies, cached modulations.", now_.reusable);
+    Single("h3_vram_margin_bytes", "Kept free by admission.", now_.margin);
+    Single("h3_vram_peak_bytes", "Largest sum of owners during the last finished request.", now_.last_request_peak);
+    prometheus::MetricFamily& budget =
+        Gauge("h3_vram_budget_bytes", "Bytes that a pool may take, host_adapters in host memory; no series where it has no limit.");
+    if (now_.adapter_budget.has_value()) Add(budget, Bytes(*now_.adapter_budget), {device_, {"pool", "adapters"}});
+    Add(budget, Bytes(now_.modulation_budget), {device_, {"pool", "modulations"}});
+    Add(budget, Bytes(now_.host_adapter_budget), {device_, {"pool", "host_adapters"}});
+  }
+
+  void Allocator() {
+    // Not one metric with a label: allocated is a part of reserved, and a sum over them would mean nothing.
+    Single("h3_allocator_allocated_bytes", "The allocator under the tensors: in live tensors.", now_.allocator.allocated);
+    Single("h3_allocator_reserved_bytes", "Taken from the driver, in live tensors or cached.", now_.allocator.reserved);
+    Single("h3_allocator_active_bytes", "In live tensors, or freed and still waited for.", now_.allocator.active);
+    Single("h3_allocator_inactive_split_bytes", "Free parts of blocks, which cannot go back to the driver.", now_.allocator.inactive_split);
+    Add(Counter("h3_allocator_retries_total", "Allocations that had to flush the allocator's cache first."),
+        static_cast<double>(now_.allocator.retries), {device_});
+  }
+
+  void Host() {
+    Single("h3_host_weights_bytes", "Weights of the model that stay in host memory.", now_.host_weights);
+    prometheus::MetricFamily& host = Gauge("h3_host_resident_bytes", "Host memory of the process; file: pages of mapped files that are in memory.");
+    Add(host, Bytes(now_.host.anonymous), {{"kind", "anonymous"}});
+    Add(host, Bytes(now_.host.file), {{"kind", "file"}});
+    Add(Gauge("process_resident_memory_bytes", "Resident memory size in bytes."), Bytes(now_.host.resident), {});
+  }
+
+  void Base() {
+    Add(Counter("h3_base_weight_mutations_total", "Times that a base weight was found changed; must stay 0."),
+        static_cast<double>(now_.base_mutations), {device_});
+    Single("h3_rematerialization_avoided_resident_bytes",
+           "Bytes that a merging runtime would hold a second time for the adapters in use now.", now_.avoided_resident);
+  }
+
+  void Residency() {
+    // Families first: a reference into the vector does not outlive the next one.
+    prometheus::MetricFamily lookups =
+        Family("h3_adapter_cache_lookups_total", "Adapters that were asked for in a tier: there already, or not.", prometheus::MetricType::Counter);
+    prometheus::MetricFamily evictions =
+        Family("h3_adapter_evictions_total", "Adapters that had to go for others.", prometheus::MetricType::Counter);
+    prometheus::MetricFamily resident = Family("h3_adapters_resident", "Adapters in each tier.", prometheus::MetricType::Gauge);
+    prometheus::MetricFamily bytes =
+        Family("h3_adapter_bytes", "Bytes of each adapter; of each tier the 50 largest, the rest as other.", prometheus::MetricType::Gauge);
+    for (int i = 0; i < kTiers; ++i) {
+      const auto tier = static_cast<Tier>(i);
+      const Label label{"tier", kTierNames[static_cast<size_t>(i)]};
+      const TierCounters& counters = now_.adapters_by_tier[i];
+      Add(lookups, static_cast<double>(counters.hits), {{"result", "hit"}, label});
+      Add(lookups, static_cast<double>(counters.misses), {{"result", "miss"}, label});
+      Add(evictions, static_cast<double>(counters.evictions), {{"reason", "budget"}, label});
+      const auto in_tier = [&](const AdapterResidency& adapter) { return adapter.tier == tier; };
+      Add(resident, static_cast<double>(std::count_if(now_.adapters.begin(), now_.adapters.end(), in_tier)), {label});
+      BytesOfEach(tier, label, bytes);
+    }
+    int64_t leases = 0;
+    for (const AdapterResidency& adapter : now_.adapters) leases += adapter.pins;
+    for (prometheus::MetricFamily* family : {&lookups, &evictions, &resident, &bytes}) families_.push_back(std::move(*family));
+    Add(Gauge("h3_adapter_leases", "Holds on adapters by the stacks of requests and sessions."), static_cast<double>(leases), {});
+  }
+
+  void BytesOfEach(Tier tier, const Label& label, prometheus::MetricFamily& family) const {
+    // One series a name: while a replaced file's old content is still pinned, two adapters share one, and a scrape must not repeat a
+    // series.
+    std::map<std::string, ByteCount> by_name;
+    for (const AdapterResidency& adapter : now_.adapters) {
+      if (adapter.tier == tier) by_name[adapter.name] += adapter.bytes;
+    }
+    ByteCount other;
+    if (const auto clash = by_name.find("other"); clash != by_name.end()) other += by_name.extract(clash).mapped();
+    std::vector<std::pair<std::string, ByteCount>> adapters(by_name.begin(), by_name.end());
+    std::stable_sort(adapters.begin(), adapters.end(), [](const auto& a, const auto& b) { return a.second > b.second; });
+    for (size_t i = 0; i < adapters.size(); ++i) {
+      if (i < kMaxAdapterSeries) {
+        Add(family, Bytes(adapters[i].second), {{"adapter", adapters[i].first}, label});
+      } else {
+        other += adapters[i].second;
+      }
+    }
+    Add(family, Bytes(other), {{"adapter", "other"}, label});
+  }
+
+  const MemoryReport& now_;
+  const Label device_;
+  std::vector<prometheus::MetricFamily> families_;
+};
+
 }  // namespace
 
+absl::string_view SizeClass(double rows) {
+  const auto limit = std::find_if(kSizeLimits.begin(), kSizeLimits.end(), [&](double at) { return rows < at; });
+  return kSizes[static_cast<size_t>(limit - kSizeLimits.begin())];
+}
+
 WorkerMetrics::WorkerMetrics(prometheus::Registry& registry)
-    : denoise_steps(
-          prometheus::BuildCounter().Name("h3_denoise_steps_total").Help("Model evaluations done.").Register(registry).Add({})),
-      step_seconds(prometheus::BuildHistogram()
-                       .Name("h3_denoise_step_seconds")
-                       .Help("Time of one model evaluation.")
-                       .Register(registry)
-                       .Add({}, StepBuckets())),
-      stack_depth(prometheus::BuildHistogram()
-                      .Name("h3_lora_stack_depth")
-                      .Help("Adapters in the stack of a request.")
-                      .Register(registry)
-                      .Add({}, prometheus::Histogram::BucketBoundaries{0, 1, 2, 3, 4, 6, 8, 16, 32})),
-      requests_(prometheus::BuildCounter()
-                    .Name("h3_worker_requests_total")
-                    .Help("Generations and sessions that ended, by gRPC code.")
-                    .Register(registry)) {
+    : cancel_latency_seconds(Histograms(registry, "h3_cancel_latency_seconds",
+                                        "From the moment that a cancel was seen until its run or session had left the device.")
+                                 .Add({}, CancelBuckets())),
+      step_seconds_(Histograms(registry, "h3_denoise_step_seconds",
+                               "Time of one model evaluation, by task, packed rows (xs < 8192, s < 24576, m < 65536, l < 131072, xl) and "
+                               "adapters in the stack.")),
+      steps_(Counters(registry, "h3_denoise_steps_total", "Model evaluations that were begun, by how they ended.")),
+      stack_depth_(Histograms(registry, "h3_lora_stack_depth", "Adapters in the stack of a request.")
+                       .Add({}, Buckets{0, 1, 2, 3, 4, 6, 8, 16, 32})),
+      effective_rank_(Histograms(registry, "h3_lora_effective_rank", "Sum of the ranks in the stack of a request that started.")
+                          .Add({}, Buckets{0, 4, 8, 16, 32, 64, 128, 256, 512, 1024})),
+      strength_(Histograms(registry, "h3_lora_strength",
+                           "Strength of each adapter of a request. Some are negative: a rate of the sum means nothing.")
+                    .Add({}, Buckets{-2, -1, -0.5, -0.25, 0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 2})),
+      requests_(Counters(registry, "h3_worker_requests_total", "Generations and sessions that ended, by gRPC code.")),
+      load_seconds_(Histograms(registry, "h3_adapter_load_seconds", "Time to bring an adapter to the device, by where it was.")),
+      load_bytes_(Counters(registry, "h3_adapter_load_bytes_total", "Bytes of adapters that were brought to the device.")),
+      swaps_(Counters(registry, "h3_adapter_swaps_total", "Stacks that differ from the one before, by the first difference.")),
+      swap_seconds_(Histograms(registry, "h3_adapter_swap_seconds",
+                               "Time until such a stack was in place, by where the slowest of its adapters was.")),
+      avoided_write_bytes_(Counters(registry, "h3_rematerialization_avoided_write_bytes_total",
+                                    "Bytes of weights that a merging runtime would have written for these changes.")),
+      out_of_memory_(Counters(registry, "h3_oom_total", "Allocations that failed though the request had been admitted.")),
+      verifications_(Counters(registry, "h3_base_weight_verifications_total", "Parts of the base that were read again and compared.")),
+      device_info_(prometheus::BuildGauge().Name("h3_device_info").Help("1, with the device's name as a label.").Register(registry)) {
+  for (const char* task : kTasks) {
+    for (const char* outcome : kOutcomes) steps_.Add({{"task", task}, {"outcome", outcome}});
+    for (const char* size : kSizes) {
+      for (const char* adapters : kAdapterCounts)
+        step_seconds_.Add({{"task", task}, {"size", size}, {"adapters", adapters}}, StepBuckets());
+    }
+  }
   for (const char* code : {"OK", "CANCELLED", "INVALID_ARGUMENT", "NOT_FOUND", "FAILED_PRECONDITION", "RESOURCE_EXHAUSTED",
                            "DEADLINE_EXCEEDED", "ABORTED", "INTERNAL", "UNAVAILABLE"}) {
     requests_.Add({{"code", code}});
   }
+  for (const char* source : {"disk", "host"}) {
+    load_seconds_.Add({{"source", source}}, LoadBuckets());
+    load_bytes_.Add({{"source", source}});
+  }
+  for (const char* kind : kSwaps) {
+    for (const char* result : {"ok", "refused"}) swaps_.Add({{"kind", kind}, {"result", result}});
+    for (const char* residency : {"device", "host", "disk"}) swap_seconds_.Add({{"kind", kind}, {"residency", residency}}, SwapBuckets());
+    avoided_write_bytes_.Add({{"cause", kind}});
+  }
+  for (const char* phase : {"load", "prepare", "denoise", "result"}) out_of_memory_.Add({{"phase", phase}});
+  for (const char* result : {"ok", "changed"}) verifications_.Add({{"result", result}});
 }
+
+void WorkerMetrics::CountStep(const StepKind& kind, double seconds) {
+  steps_.Add({{"task", kind.task}, {"outcome", "ok"}}).Increment();
+  const std::string size(SizeClass(kind.rows));
+  step_seconds_.Add({{"task", kind.task}, {"size", size}, {"adapters", AdapterCount(kind.adapters)}}, StepBuckets()).Observe(seconds);
+}
+
+void WorkerMetrics::CountUnfinishedStep(const std::string& task, const std::string& outcome) {
+  steps_.Add({{"task", task}, {"outcome", outcome}}).Increment();
+}
+
+void WorkerMetrics::ObserveStack(const std::vector<double>& strengths) {
+  stack_depth_.Observe(static_cast<double>(strengths.size()));
+  for (const double strength : strengths) strength_.Observe(strength);
+}
+
+void WorkerMetrics::ObserveEffectiveRank(double rank) { effective_rank_.Observe(rank); }
 
 void WorkerMetrics::CountRequest(const std::string& code) { requests_.Add({{"code", code}}).Increment(); }
 
+void WorkerMetrics::CountAdapterLoad(const std::string& source, double seconds, ByteCount bytes) {
+  load_seconds_.Add({{"source", source}}, LoadBuckets()).Observe(seconds);
+  load_bytes_.Add({{"source", source}}).Increment(Bytes(bytes));
+}
+
+void WorkerMetrics::CountSwap(const std::string& kind, const std::string& residency, double seconds, ByteCount avoided_write) {
+  swaps_.Add({{"kind", kind}, {"result", "ok"}}).Increment();
+  swap_seconds_.Add({{"kind", kind}, {"residency", residency}}, SwapBuckets()).Observe(seconds);
+  avoided_write_bytes_.Add({{"cause", kind}}).Increment(Bytes(avoided_write));
+}
+
+void WorkerMetrics::CountRefusedSwap(const std::string& kind) { swaps_.Add({{"kind", kind}, {"result", "refused"}}).Increment(); }
+
+void WorkerMetrics::CountOutOfMemory(const std::string& phase) { out_of_memory_.Add({{"phase", phase}}).Increment(); }
+
+void WorkerMetrics::CountVerification(const std::string& result) { verifications_.Add({{"result", result}}).Increment(); }
+
+void WorkerMetrics::SetDevice(const std::string& device, const std::string& name) {
+  device_info_.Add({{"device", device}, {"name", name}}).Set(1);
+}
+
 std::vector<prometheus::MetricFamily> MemoryCollector::Collect() const {
-  const MemoryGauges now = read_();
-  const prometheus::ClientMetric::Label device{"device", now.device};
-  std::vector<prometheus::MetricFamily> families;
-
-  prometheus::MetricFamily vram =
-      Gauge("h3_vram_bytes", "Bytes that the process uses on the device, by owner; the owners sum to what is used.");
-  for (int i = 0; i < kOwners; ++i) {
-    const auto owner = static_cast<Owner>(i);
-    Add(vram, Bytes(now.ledger.of(owner)), {device, {"owner", std::string(OwnerName(owner))}});
-  }
-  families.push_back(std::move(vram));
-
-  prometheus::MetricFamily allocated;
-  allocated.name = "h3_vram_allocated_bytes_total";
-  allocated.help =
-      "Bytes ever allocated, by owner. A strength change adds nothing under base_weights, adapters, materialized and caches.";
-  allocated.type = prometheus::MetricType::Counter;
-  for (int i = 0; i < kOwners; ++i) {
-    const auto owner = static_cast<Owner>(i);
-    Add(allocated, Bytes(now.ledger.added_to(owner)), {device, {"owner", std::string(OwnerName(owner))}});
-  }
-  families.push_back(std::move(allocated));
-
-  const auto single = [&](const char* name, const char* help, double value) {
-    families.push_back(Gauge(name, help));
-    Add(families.back(), value, {device});
-  };
-  single("h3_vram_device_total_bytes", "Memory of the device, as capped by --device-memory.", Bytes(now.total));
-  single("h3_vram_device_free_bytes", "Memory of the device that nobody uses.", Bytes(now.free));
-  single("h3_vram_peak_bytes", "Largest sum of owners during the last finished request.", Bytes(now.last_request_peak));
-  single("h3_rematerialization_avoided_resident_bytes",
-         "Bytes that a merging runtime would hold a second time for the adapters in use now.", Bytes(now.avoided_resident));
-
-  const auto counter = [&](const char* name, const char* help) -> prometheus::MetricFamily& {
-    families.push_back(Gauge(name, help));
-    families.back().type = prometheus::MetricType::Counter;
-    return families.back();
-  };
-  Add(counter("h3_base_weight_mutations_total", "Times that a base weight was found changed; must stay 0."),
-      static_cast<double>(now.base_mutations), {device});
-  prometheus::MetricFamily& lookups = counter("h3_adapter_cache_lookups_total", "Adapters that stacks asked for: on the device already, or not.");
-  Add(lookups, static_cast<double>(now.adapter_hits), {{"result", "hit"}, {"tier", "device"}});
-  Add(lookups, static_cast<double>(now.adapter_misses), {{"result", "miss"}, {"tier", "device"}});
-  Add(counter("h3_adapter_evictions_total", "Adapters that had to go for others."), static_cast<double>(now.adapter_evictions),
-      {{"reason", "budget"}, {"tier", "device"}});
-  families.push_back(Gauge("h3_vram_budget_bytes", "Bytes that a pool may take; no series where it has no limit."));
-  if (now.adapter_budget.has_value()) Add(families.back(), Bytes(*now.adapter_budget), {device, {"pool", "adapters"}});
-
-  // One series a name: while a replaced file's old content is still pinned, two adapters share one, and a scrape must not
-  // repeat a series.
-  std::map<std::string, ByteCount> by_name;
-  for (const AdapterGauge& adapter : now.adapters) by_name[adapter.name] += adapter.bytes;
-  ByteCount other;
-  if (const auto clash = by_name.find("other"); clash != by_name.end()) other += by_name.extract(clash).mapped();
-  std::vector<AdapterGauge> adapters;
-  for (const auto& [name, bytes] : by_name) adapters.push_back({name, bytes});
-  std::stable_sort(adapters.begin(), adapters.end(),
-                   [](const AdapterGauge& a, const AdapterGauge& b) { return a.bytes > b.bytes; });
-  prometheus::MetricFamily by_adapter =
-      Gauge("h3_adapter_bytes", "Bytes of each resident adapter; the 50 largest, the rest as other.");
-  for (size_t i = 0; i < adapters.size(); ++i) {
-    if (i < kMaxAdapterSeries) {
-      Add(by_adapter, Bytes(adapters[i].bytes), {{"adapter", adapters[i].name}, {"tier", "device"}});
-    } else {
-      other += adapters[i].bytes;
-    }
-  }
-  Add(by_adapter, Bytes(other), {{"adapter", "other"}, {"tier", "device"}});
-  families.push_back(std::move(by_adapter));
-
-  families.push_back(Gauge("h3_adapters_resident", "Adapters on the device."));
-  Add(families.back(), static_cast<double>(now.adapters.size()), {{"tier", "device"}});
-  return families;
+  const MemoryReport now = read_();
+  return Families(now).Take();
 }
 
 }  // namespace h3

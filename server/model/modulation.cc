@@ -10,6 +10,7 @@
 #include <optional>
 #include <tuple>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "server/base/check.h"
 #include "server/base/status_macros.h"
@@ -58,26 +59,38 @@ at::Tensor Padded(const at::Tensor& rows) {
 
 class ModulationComputer {
  public:
-  ModulationComputer(const ResidentModel& model, const std::vector<ModulationEntry>& entries) : model_(model) {
+  ModulationComputer(const ResidentModel& model, const std::vector<ModulationEntry>& entries, ModulationCache* cache)
+      : model_(model) {
     using Key = std::tuple<float, int, const StackProgram*>;
     std::map<Key, int64_t> base_lines;
+    const int64_t elements = ModulationLineBytes(model.geometry().blocks, model.geometry().hidden) / static_cast<int64_t>(sizeof(float));
+    // A new base line: from the cache, to be computed into it, or for this call alone.
+    const auto add_base = [&](const ModulationEntry& entry, const StackProgram* special, int64_t line) {
+      BaseLine& base = base_lines_.emplace_back();
+      if (special == nullptr && cache != nullptr) {
+        base.kept = cache->Find(entry.point);
+        if (base.kept.defined()) return;
+        base.kept = cache->Add(entry.point, elements, model.device());
+      }
+      if (!base.kept.defined()) base.row = transient_count_++;
+      Add(base_batches_, entry, special, line, 0, 0);
+    };
     for (size_t i = 0; i < entries.size(); ++i) {
       const ModulationEntry& entry = entries[i];
       if (!changes_.contains(entry.program)) changes_[entry.program] = ChangesBaseInput(model, *entry.program);
       const StackProgram* special = changes_[entry.program] ? entry.program : nullptr;
       const auto [found, fresh] = base_lines.try_emplace(Key{entry.point.t, entry.point.modality, special},
                                                          static_cast<int64_t>(base_lines.size()));
-      if (fresh) Add(base_batches_, entry, special, found->second, 0, 0);
+      if (fresh) add_base(entry, special, found->second);
       int64_t plain = found->second;
       if (special != nullptr && !entry.program->curves.empty()) {
         const auto [untouched, first] = base_lines.try_emplace(Key{entry.point.t, entry.point.modality, nullptr},
                                                                static_cast<int64_t>(base_lines.size()));
-        if (first) Add(base_batches_, entry, nullptr, untouched->second, 0, 0);
+        if (first) add_base(entry, nullptr, untouched->second);
         plain = untouched->second;
       }
       Add(entry_batches_, entry, entry.program, static_cast<int64_t>(i), base_lines.at({entry.point.t, entry.point.modality, special}), plain);
     }
-    base_count_ = static_cast<int64_t>(base_lines.size());
     entry_count_ = static_cast<int64_t>(entries.size());
     const StackProgram plain(model.sites().size());
     for (std::vector<Batch>* batches : {&base_batches_, &entry_batches_}) {
@@ -93,18 +106,22 @@ class ModulationComputer {
     }
   }
 
-  // [entries, RowsOf(site).count]
-  at::Tensor Project(int site, int64_t curve_layer, bool by_modality) const {
+  // [entries, RowsOf(site).count]. `layer`: of the blocks, then the final one.
+  at::Tensor Project(int site, int64_t layer, bool by_modality) const {
     const BaseLinear& linear = model_.linear(site);
     const int64_t columns = RowsOf(linear, 0, by_modality).count;
-    at::Tensor base = at::empty({base_count_, columns}, Options());
+    const at::Tensor transient = at::empty({transient_count_, columns}, Options());
+    std::vector<at::Tensor> base;  // W c, without bias, of each base line.
+    for (const BaseLine& line : base_lines_) {
+      base.push_back(line.kept.defined() ? line.kept.narrow(0, layer * 6 * model_.geometry().hidden, columns) : transient.select(0, line.row));
+    }
     at::Tensor out;
     {
       const OwnerScope result(Owner::kActivations);
       out = at::empty({entry_count_, columns}, Options());
     }
     MultiplyBase(site, linear, by_modality, base);
-    for (const Batch& batch : entry_batches_) AddStack(batch, site, curve_layer, linear, by_modality, base, out);
+    for (const Batch& batch : entry_batches_) AddStack(batch, site, layer, linear, by_modality, base, out);
     return out;
   }
 
@@ -127,8 +144,8 @@ class ModulationComputer {
 
   at::TensorOptions Options() const { return at::TensorOptions().device(model_.device()).dtype(at::kFloat); }
 
-  // W c, without bias, for every base line. Each row of W is read (and widened) once.
-  void MultiplyBase(int site, const BaseLinear& linear, bool by_modality, at::Tensor& base) const {
+  // W c, without bias, for every base line that is not known. Each row of W is read (and widened) once.
+  void MultiplyBase(int site, const BaseLinear& linear, bool by_modality, const std::vector<at::Tensor>& base) const {
     for (int modality = 0; modality < kModalities; ++modality) {
       struct Input {
         const Batch* batch;
@@ -148,7 +165,8 @@ class ModulationComputer {
       }
       if (inputs.empty()) continue;
       const OutRange rows = RowsOf(linear, modality, by_modality);
-      const int64_t step = linear.dtype() == at::kFloat ? rows.count : std::min(rows.count, WidenedRows(linear.in()));
+      // The same steps for a weight that is widened or streamed and for one that is not: the same bits.
+      const int64_t step = std::min(rows.count, WidenedRows(linear.in()));
       at::Tensor product = at::empty({kTimestepBatch, step}, Options());
       for (int64_t begin = 0; begin < rows.count; begin += step) {
         const int64_t count = std::min(step, rows.count - begin);
@@ -157,7 +175,7 @@ class ModulationComputer {
           at::Tensor part = product.narrow(1, 0, count);
           at::mm_out(part, features, (merged == nullptr ? weight : merged->Rows(rows.begin + begin, count)).t());
           for (size_t i = 0; i < batch->lines.size(); ++i) {
-            base.select(0, batch->lines[i]).narrow(0, begin, count).copy_(part.select(0, static_cast<int64_t>(i)));
+            base[static_cast<size_t>(batch->lines[i])].narrow(0, begin, count).copy_(part.select(0, static_cast<int64_t>(i)));
           }
         }
       }
@@ -165,8 +183,8 @@ class ModulationComputer {
   }
 
   // Terms of the stack, bias, and complete adapters' curves, for one batch of entries.
-  void AddStack(const Batch& batch, int site, int64_t curve_layer, const BaseLinear& linear, bool by_modality,
-                const at::Tensor& base, at::Tensor& out) const {
+  void AddStack(const Batch& batch, int site, int64_t layer, const BaseLinear& linear, bool by_modality,
+                const std::vector<at::Tensor>& base, at::Tensor& out) const {
     const OutRange rows = RowsOf(linear, batch.modality, by_modality);
     const StackProgram& program = *batch.program;
     const RowModality modality{.uniform = batch.modality};
@@ -174,7 +192,7 @@ class ModulationComputer {
 
     const auto gather = [&](const std::vector<int64_t>& lines) {
       at::Tensor gathered = at::zeros({kTimestepBatch, rows.count}, Options());
-      for (int64_t i = 0; i < count; ++i) gathered.select(0, i).copy_(base.select(0, lines[static_cast<size_t>(i)]));
+      for (int64_t i = 0; i < count; ++i) gathered.select(0, i).copy_(base[static_cast<size_t>(lines[static_cast<size_t>(i)])]);
       return gathered;
     };
     at::Tensor line = gather(batch.base_lines);
@@ -199,9 +217,9 @@ class ModulationComputer {
       const float factor = curve.factors.of[static_cast<size_t>(batch.modality)];
       if (factor == 0) continue;
       const at::Tensor features = Padded(LerpTable(curve.table, batch.timesteps));
-      const auto layer = static_cast<size_t>(curve_layer);
-      const at::Tensor own = at::linear(features, curve.weights[layer].narrow(0, rows.begin, rows.count).to(at::kFloat),
-                                        curve.biases[layer].narrow(0, rows.begin, rows.count).to(at::kFloat));
+      const auto i = static_cast<size_t>(layer);
+      const at::Tensor own = at::linear(features, curve.weights[i].narrow(0, rows.begin, rows.count).to(at::kFloat),
+                                        curve.biases[i].narrow(0, rows.begin, rows.count).to(at::kFloat));
       line = line.add(own.sub(plain).sub_(bias), factor);
     }
     line = line.add(bias);
@@ -210,20 +228,30 @@ class ModulationComputer {
 
   const ResidentModel& model_;
   std::map<const StackProgram*, bool> changes_;
-  std::vector<Batch> base_batches_;   // Lines of the base products, shared by entries that differ only in factors.
+  struct BaseLine {
+    at::Tensor kept;  // The cache's, of all layers; undefined: a row of its own for each site.
+    int64_t row = 0;
+  };
+  std::vector<BaseLine> base_lines_;  // Base products, shared by entries that differ only in factors.
+  std::vector<Batch> base_batches_;   // Those that are to be computed.
   std::vector<Batch> entry_batches_;  // Lines of the result.
-  int64_t base_count_ = 0;
+  int64_t transient_count_ = 0;
   int64_t entry_count_ = 0;
 };
 
 }  // namespace
 
 absl::StatusOr<Modulation> ComputeModulation(const ResidentModel& model, const std::vector<ModulationEntry>& entries,
-                                             const CancellationToken& cancel) {
+                                             ModulationCache* cache, const CancellationToken& cancel) {
   H3_CHECK(!entries.empty());
   const OwnerScope owner(Owner::kWorkspace);
+  if (cache != nullptr) cache->Begin();
+  // What is not computed to its end, for whatever reason, is not kept.
+  const absl::Cleanup abandon = [cache] {
+    if (cache != nullptr) cache->Abandon();
+  };
   const Geometry& g = model.geometry();
-  const ModulationComputer computer(model, entries);
+  const ModulationComputer computer(model, entries, cache);
   const auto count = static_cast<int64_t>(entries.size());
   Modulation modulation;
   for (int64_t block = 0; block < g.blocks; ++block) {
@@ -232,11 +260,8 @@ absl::StatusOr<Modulation> ComputeModulation(const ResidentModel& model, const s
     modulation.blocks.push_back(computer.Project(site, block, true).view({count, 6, g.hidden}));
   }
   modulation.final = computer.Project(model.SiteIndex("final_layer.adaln_proj.linear"), g.blocks, false).view({count, 2, g.hidden});
+  if (cache != nullptr) cache->Complete();
   return modulation;
-}
-
-int64_t ModulationEntryBytes(const Geometry& geometry) {
-  return (geometry.blocks * 6 + 2) * geometry.hidden * static_cast<int64_t>(sizeof(float));
 }
 
 }  // namespace h3

@@ -7,6 +7,7 @@
 
 #include "absl/status/statusor.h"
 #include "server/base/cancellation.h"
+#include "server/model/modulation_cache.h"
 #include "server/model/resident_model.h"
 #include "server/model/stack_program.h"
 #include "server/model/time_features.h"
@@ -27,12 +28,10 @@ struct Modulation {
   at::Tensor final;
 };
 
-// Reads each AdaLN weight once, however many entries there are. An entry's values have the same bits whichever others are
-// computed with it. CANCELLED between blocks. Counts the result under Owner::kActivations.
+// Reads each AdaLN weight once, however many entries there are, and not at all for points that `cache` (null: none) knows. An entry's
+// values have the same bits whichever others are computed with it, and whatever was cached. CANCELLED between blocks. Counts the
+// result under Owner::kActivations.
 absl::StatusOr<Modulation> ComputeModulation(const ResidentModel& model, const std::vector<ModulationEntry>& entries,
-                                             const CancellationToken& cancel);
-
-// Bytes of one entry of a Modulation.
-int64_t ModulationEntryBytes(const Geometry& geometry);
+                                             ModulationCache* cache, const CancellationToken& cancel);
 
 }  // namespace h3

@@ -12,19 +12,12 @@
 #include "server/base/check.h"
 #include "server/base/error.h"
 #include "server/base/status_macros.h"
+#include "server/base/tiling.h"
 #include "server/tensor/catch_torch.h"
 #include "server/tensor/device.h"
 
 namespace h3 {
 namespace {
-
-// float32 in the released files, and whatever --dtype says: they are small, or everything depends on them.
-bool StaysFloat32(absl::string_view name, const Geometry& geometry) {
-  return absl::StartsWith(name, "video_patch_proj") || absl::StartsWith(name, "audio_patch_proj") ||
-         absl::StartsWith(name, "time_embedder") || absl::StartsWith(name, "final_layer.video_out") ||
-         absl::StartsWith(name, "final_layer.audio_out") || name == "adaln_t_table" ||
-         (geometry.pruned() && absl::StrContains(name, "adaln_proj"));
-}
 
 // A tensor of a helper file as float32 (or its own 16-bit type) on the device.
 absl::StatusOr<at::Tensor> CopyTensor(const MappedFile& file, const TensorInfo& info, c10::Device device) {
@@ -87,7 +80,10 @@ absl::StatusOr<SiluGrid> LoadSiluGrid(const std::string& path, c10::Device devic
 }  // namespace
 
 ResidentModel::ResidentModel(const Checkpoint& checkpoint, const ResidentModelOptions& options)
-    : checkpoint_(checkpoint), options_(options), sites_(Sites(checkpoint.geometry)) {
+    : checkpoint_(checkpoint),
+      options_(options),
+      sites_(Sites(checkpoint.geometry)),
+      plan_base_(PlanBaseOf(checkpoint, options.dtype, options.adaln_on_host)) {
   for (size_t i = 0; i < sites_.size(); ++i) site_index_[sites_[i].name] = static_cast<int>(i);
 }
 
@@ -95,15 +91,21 @@ absl::StatusOr<std::unique_ptr<ResidentModel>> ResidentModel::Load(const Checkpo
                                                                    const ResidentModelOptions& options) {
   auto model = absl::WrapUnique(new ResidentModel(checkpoint, options));
   StoredWeightsOptions storage{.device = options.device, .copy = options.copy_weights};
-  storage.dtype = [&](const std::string& name) -> std::optional<c10::ScalarType> {
-    if (!options.dtype.has_value()) return std::nullopt;
-    return StaysFloat32(name, checkpoint.geometry) ? c10::ScalarType::Float : *options.dtype;
+  storage.dtype = [&](const std::string& name, const CheckpointTensor& tensor) {
+    return HeldType(name, tensor, checkpoint.geometry, options.dtype);
   };
+  storage.on_host = [&](const std::string& name) { return options.adaln_on_host && IsAdalnWeight(name); };
   H3_ASSIGN_OR_RETURN(model->weights_, StoredWeights::Load(checkpoint, ledger, storage));
-  const StoredWeights& weights = *model->weights_;
+  StoredWeights& weights = *model->weights_;
   for (const Site& site : model->sites_) {
     at::Tensor bias = site.has_bias ? weights.Single(site.name + ".bias") : at::Tensor();
-    model->linears_.push_back(std::make_unique<DenseLinear>(weights.Pieces(site.name + ".weight"), std::move(bias)));
+    const std::string name = site.name + ".weight";
+    if (storage.on_host(name)) {
+      const auto held = ToScalarType(HeldType(name, checkpoint.tensors.at(name), checkpoint.geometry, options.dtype));
+      model->linears_.push_back(std::make_unique<HostLinear>(weights.Pieces(name), *held, options.device, std::move(bias)));
+    } else {
+      model->linears_.push_back(std::make_unique<DenseLinear>(weights.Pieces(name), std::move(bias)));
+    }
   }
   model->compute_ = model->linear(model->SiteIndex("blocks.0.attn.qkv_proj")).dtype();
   for (size_t i = 0; i < model->sites_.size(); ++i) {
@@ -137,14 +139,7 @@ int ResidentModel::SiteIndex(const std::string& name) const {
 
 int64_t ResidentModel::RowTile(int64_t rows) const {
   const Geometry& g = geometry();
-  const int64_t element = static_cast<int64_t>(c10::elementSize(compute_));
-  // The largest set of temporaries that a row needs at once: float32 q and k while they are normed and rotated, or the MLP's
-  // [gate; up] with the normed row and the gathered modulation.
-  const int64_t attention = 3 * 4 * g.inner() + 3 * 4 * g.hidden;
-  const int64_t mlp = 2 * element * g.ffn + 3 * 4 * g.hidden + element * g.hidden;
-  const int64_t fits = options_.workspace_bytes / std::max(attention, mlp);
-  // Below 128 rows a product takes another path in the BLAS and its bits change.
-  return std::min(rows, std::max<int64_t>(128, fits / 128 * 128));
+  return h3::RowTile({g.hidden, g.inner(), g.ffn, static_cast<int64_t>(c10::elementSize(compute_))}, options_.workspace_bytes, rows);
 }
 
 }  // namespace h3

@@ -12,6 +12,7 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/statusor.h"
 #include "server/format/checkpoint.h"
+#include "server/format/plan.h"
 #include "server/nn/linear.h"
 #include "server/tensor/stored_weights.h"
 #include "server/vram/ledger.h"
@@ -31,7 +32,9 @@ struct ResidentModelOptions {
   bool copy_weights = false;
   // Type of the block stack; nullopt keeps every tensor's own. Patch projections, time embedder and output heads stay float32,
   // and so do the AdaLN projections of a pruned model, as in the released files.
-  std::optional<c10::ScalarType> dtype;
+  std::optional<DType> dtype;
+  // The AdaLN projections stay in mapped host memory, from where modulation streams them through a staging buffer.
+  bool adaln_on_host = false;
   std::string silu_grid;  // Path of a grid file or of a full H3 file; empty: none. Ignored on a full base.
   // Bytes that the temporaries of a row tile may take: fixes the tile, together with the shapes.
   int64_t workspace_bytes = int64_t{256} << 20;
@@ -53,11 +56,15 @@ class ResidentModel {
   const at::Tensor& tensor(const std::string& name) const { return weights_->Single(name); }
   const std::optional<SiluGrid>& silu_grid() const { return silu_grid_; }
   const StoredWeights& weights() const { return *weights_; }
+  // On the device thread: reads one tensor again, the next in turn; DATA_LOSS where it has changed since Load.
+  absl::Status AuditNext() { return weights_->AuditNext(); }
 
   c10::Device device() const { return options_.device; }
   // Type of the residual stream and of the block linears.
   c10::ScalarType compute() const { return compute_; }
   bool interleaved_qkv() const { return checkpoint_.qkv_layout == QkvLayout::kInterleaved; }
+  // What the planner needs to know.
+  const PlanBase& plan_base() const { return plan_base_; }
   int64_t workspace_bytes() const { return options_.workspace_bytes; }
   // Rows of one tile of a sequence of `rows` rows: a function of shapes, dtype and configuration only.
   int64_t RowTile(int64_t rows) const;
@@ -70,6 +77,7 @@ class ResidentModel {
   const Checkpoint checkpoint_;
   const ResidentModelOptions options_;
   const std::vector<Site> sites_;
+  const PlanBase plan_base_;
   absl::flat_hash_map<std::string, int> site_index_;
   std::unique_ptr<StoredWeights> weights_;
   std::vector<std::unique_ptr<BaseLinear>> linears_;

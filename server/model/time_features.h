@@ -5,6 +5,7 @@
 
 #include <vector>
 
+#include "server/base/tiling.h"
 #include "server/model/resident_model.h"
 #include "server/model/stack_program.h"
 
@@ -16,10 +17,6 @@ struct ModulationPoint {
   int modality = 0;
   bool operator==(const ModulationPoint&) const = default;
 };
-
-// Products over timesteps are made in batches of exactly this many rows (padded with zeros), so that a timestep's modulation has
-// the same bits whichever others are computed with it.
-inline constexpr int64_t kTimestepBatch = 8;
 
 // Linear interpolation of a table [rows, width] over t in [0, 1], clamped; float32 [points, width].
 at::Tensor LerpTable(const at::Tensor& table, const std::vector<float>& t);

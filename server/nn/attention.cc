@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "server/base/tiling.h"
 #include "server/vram/ledger.h"
 
 namespace h3 {
@@ -11,8 +12,7 @@ namespace h3 {
 void AttendInPlace(at::Tensor& q, const at::Tensor& k, const at::Tensor& v, int64_t group_bytes) {
   const OwnerScope owner(Owner::kWorkspace);
   const int64_t heads = q.size(1);
-  const int64_t head_bytes = q.size(0) * q.size(2) * static_cast<int64_t>(q.element_size());
-  const int64_t step = std::clamp<int64_t>(group_bytes / std::max<int64_t>(1, head_bytes), 1, heads);
+  const int64_t step = HeadGroup(group_bytes, q.size(0), q.size(2), static_cast<int64_t>(q.element_size()), heads);
   const auto group = [&](const at::Tensor& x, int64_t head, int64_t count) {
     return x.narrow(1, head, count).transpose(0, 1).unsqueeze(0);  // [1, heads, rows, head_dim]
   };

@@ -1,16 +1,17 @@
 #include "server/nn/linear.h"
 
 #include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 
 #include <algorithm>
 #include <numeric>
 
 #include "server/base/check.h"
+#include "server/base/tiling.h"
+#include "server/vram/ledger.h"
 
 namespace h3 {
-
-int64_t WidenedRows(int64_t in) { return std::max<int64_t>(1, (int64_t{16} << 20) / (4 * in)); }
 
 DenseLinear::DenseLinear(std::vector<at::Tensor> pieces, at::Tensor bias)
     : BaseLinear(std::move(bias)),
@@ -52,5 +53,30 @@ at::Tensor DenseLinear::Rows(int64_t begin, int64_t count) const {
   for (at::Tensor& part : parts) part = part.to(at::kFloat);
   return parts.size() == 1 ? parts.front() : at::cat(parts);
 }
+
+HostLinear::HostLinear(std::vector<at::Tensor> pieces, c10::ScalarType held, c10::Device device, at::Tensor bias)
+    : BaseLinear(std::move(bias)), host_(std::move(pieces), at::Tensor()), held_(held), device_(device) {}
+
+at::Tensor HostLinear::Staged(int64_t begin, int64_t count) const {
+  const OwnerScope owner(Owner::kStaging);
+  at::Tensor staged = at::empty({count, in()}, at::TensorOptions().device(device_).dtype(held_));
+  int64_t row = 0;
+  for (const at::Tensor& part : host_.Parts(begin, count)) {
+    staged.narrow(0, row, part.size(0)).copy_(part);
+    row += part.size(0);
+  }
+  return staged;
+}
+
+void HostLinear::Multiply(const at::Tensor& x, int64_t begin, int64_t count, at::Tensor& y) const {
+  const int64_t step = WidenedRows(in());
+  for (int64_t row = 0; row < count; row += step) {
+    const int64_t rows = std::min(step, count - row);
+    at::Tensor slice = y.narrow(1, row, rows);
+    at::mm_out(slice, x, Staged(begin + row, rows).to(x.scalar_type()).t());
+  }
+}
+
+at::Tensor HostLinear::Rows(int64_t begin, int64_t count) const { return Staged(begin, count).to(at::kFloat); }
 
 }  // namespace h3

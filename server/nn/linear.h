@@ -50,16 +50,37 @@ class DenseLinear final : public BaseLinear {
   c10::ScalarType dtype() const override { return pieces_.front().scalar_type(); }
   void Multiply(const at::Tensor& x, int64_t begin, int64_t count, at::Tensor& y) const override;
   at::Tensor Rows(int64_t begin, int64_t count) const override;
+  // The parts of rows [begin, begin + count), in order, as they are stored: views.
+  std::vector<at::Tensor> Parts(int64_t begin, int64_t count) const;
 
  private:
-  // The parts of rows [begin, begin + count), in order, as they are stored.
-  std::vector<at::Tensor> Parts(int64_t begin, int64_t count) const;
 
   const std::vector<at::Tensor> pieces_;
   const int64_t out_;
 };
 
-// Rows of a weight that are widened at a time: bounds the copy to about 16 MiB, whatever the weight's size.
-int64_t WidenedRows(int64_t in);
+
+// A weight that stays in host memory. Rows come to the device through a staging buffer, a bounded number at a time, and are
+// forgotten again: for weights that are read seldom. Counts the buffer under Owner::kStaging.
+class HostLinear final : public BaseLinear {
+ public:
+  // `pieces`: [rows, in] each, same type, on the CPU. `held`: the type that a dense weight would have on the device, through which
+  // every value goes, so that the products have the same bits.
+  HostLinear(std::vector<at::Tensor> pieces, c10::ScalarType held, c10::Device device, at::Tensor bias);
+
+  int64_t out() const override { return host_.out(); }
+  int64_t in() const override { return host_.in(); }
+  c10::ScalarType dtype() const override { return held_; }
+  void Multiply(const at::Tensor& x, int64_t begin, int64_t count, at::Tensor& y) const override;
+  at::Tensor Rows(int64_t begin, int64_t count) const override;
+
+ private:
+  // Of the held type, on the device.
+  at::Tensor Staged(int64_t begin, int64_t count) const;
+
+  const DenseLinear host_;
+  const c10::ScalarType held_;
+  const c10::Device device_;
+};
 
 }  // namespace h3

@@ -192,7 +192,7 @@ absl::StatusOr<AdapterManifest> AdapterRegistry::Manifest(const Content& content
   options.base_partition = base.partition;
   options.base_has_grid = base.grid_width > 0;
   options.grid_width = base.grid_width;
-  options.interleaved_base = base.interleaved_qkv;
+  options.interleaved_base = base.plan.form.interleaved_qkv;
   options.settings = settings;
   options.alpha = entry.alpha;
   options.leave_out = entry.leave_out;
@@ -204,7 +204,7 @@ absl::StatusOr<AdapterManifest> AdapterRegistry::Manifest(const Content& content
                          return RefuseArgument(reason::kBadScale, absl::StrCat("alpha ", tensor.name, " is not one number"));
                        return found->second;
                      },
-                     base.geometry, options);
+                     base.geometry(), options);
 }
 
 absl::StatusOr<ResolvedAdapter> AdapterRegistry::Resolve(const StackEntry& entry, size_t index, const BaseFacts& base) {
@@ -223,11 +223,12 @@ absl::StatusOr<ResolvedAdapter> AdapterRegistry::Resolve(const StackEntry& entry
   const auto manifest = Manifest(**content, entry, settings, base);
   if (!manifest.ok()) return named(manifest.status());
   ResolvedAdapter resolved{.adapter = entry.adapter, .digest = (*content)->digest, .strength = entry.strength};
-  resolved.scales = SummariseScales(*manifest, base.geometry);
+  resolved.scales = SummariseScales(*manifest, base.geometry());
   std::set<int> modules;
   for (const AdapterTerm& term : manifest->terms) modules.insert(term.site);
   resolved.modules = static_cast<int64_t>(modules.size());
-  resolved.bytes = ByteCount(manifest->device_bytes);
+  resolved.shape = std::make_shared<const AdapterShape>(ShapeOf(*manifest, base.plan.form));
+  resolved.bytes = resolved.shape->bytes;
   resolved.left_out = manifest->left_out;
   resolved.warnings = manifest->warnings;
   resolved.video = entry.video;
@@ -246,7 +247,10 @@ absl::StatusOr<HeaderReport> AdapterRegistry::Report(const std::string& name, co
   report.producer = ProducerOf(content->header);
   report.schedule_hints = ScheduleHintsOf(content->header);
   report.manifest = Manifest(*content, {.adapter = name}, report.adapter.settings, base);
-  if (report.manifest.ok()) report.arithmetic_percent = ArithmeticPercent(*report.manifest, base.geometry);
+  if (report.manifest.ok()) {
+    report.arithmetic_percent = ArithmeticPercent(*report.manifest, base.geometry());
+    report.bytes = ShapeOf(*report.manifest, base.plan.form).bytes;
+  }
   return report;
 }
 

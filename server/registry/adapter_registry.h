@@ -14,6 +14,7 @@
 #include "server/format/adapter_settings.h"
 #include "server/format/checkpoint.h"
 #include "server/format/geometry.h"
+#include "server/format/plan.h"
 #include "server/format/request.h"
 #include "server/format/safetensors.h"
 #include "server/registry/content_store.h"
@@ -21,12 +22,14 @@
 
 namespace h3 {
 
-// What of a base decides whether an adapter fits it.
+// What of a base decides whether an adapter fits it, and what a request takes on it.
 struct BaseFacts {
-  Geometry geometry;
+  PlanBase plan;  // Geometry and types.
+  PlanOptions plan_options;
   Partition partition = Partition::kUnknown;
   int64_t grid_width = 0;  // 0: no silu grid.
-  bool interleaved_qkv = false;
+
+  const Geometry& geometry() const { return plan.form.geometry; }
 };
 
 struct RegisteredAdapter {
@@ -43,6 +46,7 @@ struct HeaderReport {
   std::string producer;
   std::map<std::string, std::string> schedule_hints;
   absl::StatusOr<AdapterManifest> manifest = AdapterManifest();  // Or why it would not load.
+  ByteCount bytes;  // On a device.
   double arithmetic_percent = 0;
 };
 

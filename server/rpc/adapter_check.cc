@@ -44,7 +44,7 @@ v1::AdapterReport FromHeader(const HeaderReport& from) {
   if (!from.manifest.ok()) return report;
   const AdapterManifest& manifest = *from.manifest;
   report.set_format(manifest.format);
-  report.set_bytes(static_cast<uint64_t>(manifest.device_bytes));
+  report.set_bytes(static_cast<uint64_t>(from.bytes.value()));
   report.set_arithmetic_percent(from.arithmetic_percent);
   report.set_partition(ToProto(manifest.partition));
   std::set<int> modules;
@@ -106,7 +106,7 @@ void CheckAdapter(SchedulerCore& core, const std::string& name, OnReport done) {
   measuring->report = FromHeader(*header);
   measuring->report.set_name(name);
   if (header->manifest.ok()) {
-    for (const EffectiveScale& scale : SummariseScales(*header->manifest, base->facts.geometry)) *measuring->report.add_scales() = ToProto(scale);
+    for (const EffectiveScale& scale : SummariseScales(*header->manifest, base->facts.geometry())) *measuring->report.add_scales() = ToProto(scale);
   }
   const std::string settings = ToProto(header->adapter.settings).SerializeAsString();
   measuring->key = absl::StrCat(header->adapter.digest, "|", base->fingerprint, "|", base->facts.grid_width, "|", base->dtype, "|", H3_VERSION, "|", settings);

@@ -223,6 +223,40 @@ Geometry FromProto(const v1::Geometry& p) {
           .rope_frequencies = p.rope_frequencies()};
 }
 
+v1::PlanFacts ToProto(const PlanBase& base, const PlanOptions& options) {
+  v1::PlanFacts facts;
+  facts.set_workspace_bytes(static_cast<uint64_t>(options.workspace.value()));
+  facts.set_threads(static_cast<uint32_t>(options.threads));
+  facts.set_packs_attention(options.packs_attention);
+  facts.set_adaln_on_host(base.adaln_on_host);
+  const std::vector<Site> sites = Sites(base.form.geometry);
+  for (size_t i = 0; i < sites.size(); ++i) {
+    uint32_t& bytes = (*facts.mutable_element_bytes())[std::string(SiteKindName(sites[i].kind))];
+    bytes = std::max(bytes, static_cast<uint32_t>(base.site_bytes[i]));
+  }
+  return facts;
+}
+
+PlanBase PlanBaseFromProto(const v1::Model& model) {
+  const v1::PlanFacts& facts = model.plan();
+  PlanBase base{.form = {.geometry = FromProto(model.geometry()),
+                         .compute = model.dtype() == "float32" ? DType::kF32 : model.dtype() == "float16" ? DType::kF16 : DType::kBF16,
+                         .interleaved_qkv = model.qkv_layout() == QkvLayoutName(QkvLayout::kInterleaved)},
+                .adaln_on_host = facts.adaln_on_host()};
+  for (const Site& site : Sites(base.form.geometry)) {
+    const auto bytes = facts.element_bytes().find(std::string(SiteKindName(site.kind)));
+    base.site_bytes.push_back(bytes == facts.element_bytes().end() ? 4 : bytes->second);
+  }
+  return base;
+}
+
+PlanOptions PlanOptionsFromProto(const v1::Model& model) {
+  const v1::PlanFacts& facts = model.plan();
+  return {.workspace = ByteCount(static_cast<int64_t>(facts.workspace_bytes())),
+          .threads = facts.threads(),
+          .packs_attention = facts.packs_attention()};
+}
+
 v1::EffectiveScale ToProto(const EffectiveScale& scale) {
   v1::EffectiveScale proto;
   proto.set_module_kind(scale.module_kind);

@@ -14,6 +14,7 @@
 #include "server/format/checkpoint.h"
 #include "server/format/geometry.h"
 #include "server/format/layout.h"
+#include "server/format/plan.h"
 #include "server/format/request.h"
 #include "server/format/schedule.h"
 
@@ -37,6 +38,10 @@ v1::Partition ToProto(Partition partition);
 Partition FromProto(v1::Partition partition);
 v1::Geometry ToProto(const Geometry& geometry);
 Geometry FromProto(const v1::Geometry& geometry);
+// What the planner needs of a base beside its geometry, and back: `model` is a worker's.
+v1::PlanFacts ToProto(const PlanBase& base, const PlanOptions& options);
+PlanBase PlanBaseFromProto(const v1::Model& model);
+PlanOptions PlanOptionsFromProto(const v1::Model& model);
 v1::EffectiveScale ToProto(const EffectiveScale& scale);
 v1::ResolvedAdapter ToProto(const ResolvedAdapter& adapter);
 v1::AdapterSettings ToProto(const AdapterSettings& settings);

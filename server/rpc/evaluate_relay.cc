@@ -1,6 +1,7 @@
 // Evaluate of a scheduler: a session on one worker, relayed message by message in both directions.
 #include <grpcpp/alarm.h>
 
+#include <atomic>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -41,9 +42,16 @@ class EvaluateRelay final : public StreamCall<v1::EvaluateRequest, v1::EvaluateR
       last_activity_ = absl::Now();
       if (response.has_ready() || response.has_result()) --owed_answers_;
     }
-    if (response.has_accepted()) return stream.ReadMore();  // Ours went out when the session was opened.
+    if (response.has_accepted()) {
+      worker_accepted_ = true;
+      return stream.ReadMore();  // Ours went out when the session was opened.
+    }
+    const size_t bytes = response.chunk().data().size();
     // More is wanted only once this is being written: what drained before must not let the next one overtake it.
-    Send(std::move(response), [this] { WantMore(); });
+    Send(std::move(response), [this, bytes] {
+      if (bytes > 0) core_.metrics().CountOutput(std::string(TaskName(request_.task)), bytes);
+      WantMore();
+    });
   }
   // What the client said last has been passed on: it may say more.
   void OnWorkerDrained() {
@@ -60,7 +68,8 @@ class EvaluateRelay final : public StreamCall<v1::EvaluateRequest, v1::EvaluateR
       stream_ = nullptr;
     }
     if (absl::IsUnavailable(status) && !Gone()) worker_->Suspect(std::string(status.message()));
-    core_.CloseSession(*worker_);
+    if (!worker_accepted_ && !Gone()) core_.CountWorkerRefusal(status);
+    core_.CloseSession(worker_);
     Close(status);
   }
 
@@ -94,10 +103,16 @@ class EvaluateRelay final : public StreamCall<v1::EvaluateRequest, v1::EvaluateR
       absl::MutexLock lock(&relay_mu_);
       stream = stream_;
     }
-    if (stream == nullptr) return Refused(RefuseArgument(reason::kBadRequest, "the call ended before its session was open"));
-    stream->HalfClose();
+    if (stream != nullptr) return stream->HalfClose();
+    // Reading ends in this way too when the client has left, which OnGone may tell later: counted in OnEnd.
+    half_closed_ = RefuseArgument(reason::kBadRequest, "the call ended before its session was open");
+    Close(half_closed_);
+    Leave();
   }
-  void OnGone(const absl::Status&) override { Leave(); }
+  void OnGone(const absl::Status&) override {
+    client_left_.store(true);
+    Leave();
+  }
   // A message has been passed on: the worker's next one is wanted.
   void OnDrained() override {
     std::shared_ptr<WorkerEvaluate> stream;
@@ -110,6 +125,7 @@ class EvaluateRelay final : public StreamCall<v1::EvaluateRequest, v1::EvaluateR
     if (stream != nullptr) stream->ReadMore();
   }
   void OnEnd() override {
+    if (!half_closed_.ok() && !client_left_.load()) core_.metrics().CountRejection(ReasonOf(half_closed_));
     absl::MutexLock lock(&relay_mu_);
     idle_alarm_ = nullptr;
   }
@@ -147,7 +163,7 @@ class EvaluateRelay final : public StreamCall<v1::EvaluateRequest, v1::EvaluateR
       owed_bytes_ = BytesOf(header_.tensors());
     }
     if (!start) {
-      core_.CloseSession(*worker_);
+      core_.CloseSession(worker_);
       return Refused(Refuse(absl::StatusCode::kUnavailable, reason::kWorkerLost,
                             "the worker was lost before the session was open", {{"retry_seconds", "1"}}));
     }
@@ -232,6 +248,9 @@ class EvaluateRelay final : public StreamCall<v1::EvaluateRequest, v1::EvaluateR
   CheckedRequest request_;
   std::shared_ptr<WorkerLink> worker_;
   bool opened_ = false;
+  bool worker_accepted_ = false;  // In reactions of the worker's stream.
+  absl::Status half_closed_;      // Why the end of the client's messages ended the call.
+  std::atomic<bool> client_left_{false};
 
   absl::Mutex relay_mu_;
   std::shared_ptr<WorkerEvaluate> stream_ ABSL_GUARDED_BY(relay_mu_);

@@ -2,6 +2,7 @@
 #include <atomic>
 #include <memory>
 #include <optional>
+#include <set>
 #include <utility>
 
 #include "absl/time/clock.h"
@@ -19,6 +20,10 @@ PriorityClass ToPriority(v1::Priority priority) {
   return priority == v1::PRIORITY_HIGH  ? PriorityClass::kHigh
          : priority == v1::PRIORITY_LOW ? PriorityClass::kLow
                                         : PriorityClass::kNormal;
+}
+
+const char* PriorityName(PriorityClass priority) {
+  return priority == PriorityClass::kHigh ? "high" : priority == PriorityClass::kLow ? "low" : "normal";
 }
 
 class GenerateRelay;
@@ -45,18 +50,29 @@ class GenerateRelay final : public StreamCall<v1::GenerateRequest, v1::GenerateR
   // From the worker. Of progress a slow client gets the newest; results are passed on one by one, the next is read when this
   // one is written. The next request starts on the worker as soon as this one has computed, however slowly its client reads.
   void OnWorkerMessage(WorkerGenerate& stream, v1::GenerateResponse response) {
-    if (response.has_accepted()) return stream.ReadMore();  // Ours went out when the request was queued.
+    if (response.has_accepted()) {
+      worker_accepted_ = true;
+      return stream.ReadMore();  // Ours went out when the request was queued.
+    }
     if (response.has_progress()) {
+      if (response.progress().phase() == v1::PHASE_DENOISE) Enter(RequestPhase::kDenoise);
       SendNewest(std::move(response));
       return stream.ReadMore();
     }
-    if (response.has_result()) core_.Finish(Id(), absl::ToDoubleSeconds(absl::Now() - assigned_at_));
+    if (response.has_result()) {
+      Enter(RequestPhase::kStream);
+      core_.Finish(Id(), absl::ToDoubleSeconds(absl::Now() - assigned_at_));
+    }
     if (response.has_completed()) {
       response.mutable_completed()->set_queued_seconds(absl::ToDoubleSeconds(assigned_at_ - queued_at_));
       response.mutable_completed()->set_worker(worker_->name());
     }
+    const size_t bytes = response.chunk().data().size();
     // More is wanted only once this is being written: what drained before, a progress, must not let the next one overtake it.
-    Send(std::move(response), [this] { WantMore(); });
+    Send(std::move(response), [this, bytes] {
+      if (bytes > 0) core_.metrics().CountOutput(std::string(TaskName(request_.task)), bytes);
+      WantMore();
+    });
   }
   void OnWorkerEnd(const absl::Status& status) {
     {
@@ -65,6 +81,8 @@ class GenerateRelay final : public StreamCall<v1::GenerateRequest, v1::GenerateR
     }
     // Before its place is given away: what waits must not be sent after it.
     if (absl::IsUnavailable(status) && !Gone()) worker_->Suspect(std::string(status.message()));
+    if (!worker_accepted_ && !Gone()) core_.CountWorkerRefusal(status);
+    LeaveWorker();
     core_.Finish(Id(), std::nullopt);  // Where there was no result.
     End(status);
   }
@@ -86,7 +104,6 @@ class GenerateRelay final : public StreamCall<v1::GenerateRequest, v1::GenerateR
   }
   bool OnAssigned(std::shared_ptr<WorkerLink> worker) override {
     assigned_at_ = absl::Now();
-    core_.metrics().queue_wait_seconds.Observe(absl::ToDoubleSeconds(assigned_at_ - queued_at_));
     const std::shared_ptr<v1::Worker::Stub> stub = worker == nullptr ? nullptr : worker->stub();
     auto self = std::static_pointer_cast<GenerateRelay>(shared_from_this());
     auto stream = std::make_shared<WorkerGenerate>(self, worker == nullptr ? "" : worker->name());
@@ -100,6 +117,8 @@ class GenerateRelay final : public StreamCall<v1::GenerateRequest, v1::GenerateR
                  "the worker was lost before the request started; send it again", {{"retry_seconds", "1"}}));
       return false;
     }
+    core_.metrics().ObserveQueueWait(PriorityName(ToPriority(header_.priority())), absl::ToDoubleSeconds(assigned_at_ - queued_at_));
+    Enter(RequestPhase::kPrepare);
     stream->context()->set_deadline(context()->deadline());
     stub->async()->Generate(stream->context(), stream.get());
     v1::GenerateRequest header;
@@ -117,8 +136,13 @@ class GenerateRelay final : public StreamCall<v1::GenerateRequest, v1::GenerateR
     if (!status.ok()) Refused(status);
   }
   void OnHalfClose() override {
-    if (!assembler_.has_value()) return Refused(RefuseArgument(reason::kBadRequest, "the call ended before its header"));
-    if (!submitted_) Refused(assembler_->CheckComplete());
+    if (submitted_) return;
+    const absl::Status status = assembler_.has_value() ? assembler_->CheckComplete()
+                                                       : RefuseArgument(reason::kBadRequest, "the call ended before its header");
+    if (status.ok()) return;
+    // Reading ends in this way too when the client has left, which OnGone may tell later: counted in OnEnd.
+    half_closed_ = status;
+    Close(status);
   }
   void OnGone(const absl::Status& why) override {
     std::shared_ptr<WorkerGenerate> stream;
@@ -130,16 +154,18 @@ class GenerateRelay final : public StreamCall<v1::GenerateRequest, v1::GenerateR
       id = id_;
     }
     core_.metrics().CountCancellation(why.code() == absl::StatusCode::kDeadlineExceeded ? "deadline" : "client");
+    End(why);  // First: how the worker's call ends is not how this one did.
     if (stream != nullptr) {
       stream->Cancel();
     } else if (id != 0) {
       core_.Withdraw(id);
     }
-    End(why);
   }
   void OnEnd() override {
     GiveBuffer();
+    Refused(half_closed_);
     CountLeaving(/*ended=*/true);
+    LeaveClient();
   }
   // A message has been passed on: the worker's next one is wanted.
   void OnDrained() override {
@@ -161,6 +187,31 @@ class GenerateRelay final : public StreamCall<v1::GenerateRequest, v1::GenerateR
       if (!ended_ || !admitted_) return;
     }
     core_.Leave();
+  }
+
+  // The next phase; a call that has ended has none. The one before counts as gone through.
+  void Enter(RequestPhase next) {
+    absl::MutexLock lock(&relay_mu_);
+    if (phase_ != next) ChangePhaseLocked(ended_ ? std::nullopt : std::optional(next), /*through=*/true);
+  }
+  // A request is in the worker's phases until its call to the worker has ended, and in the others until its client's has.
+  void LeaveWorker() {
+    absl::MutexLock lock(&relay_mu_);
+    if (phase_ == RequestPhase::kPrepare || phase_ == RequestPhase::kDenoise) ChangePhaseLocked(std::nullopt, /*through=*/false);
+  }
+  void LeaveClient() {
+    absl::MutexLock lock(&relay_mu_);
+    if (phase_ == RequestPhase::kQueue || phase_ == RequestPhase::kStream) ChangePhaseLocked(std::nullopt, completed_);
+  }
+  void ChangePhaseLocked(std::optional<RequestPhase> next, bool through) ABSL_EXCLUSIVE_LOCKS_REQUIRED(relay_mu_) {
+    const absl::Time now = absl::Now();
+    if (phase_.has_value()) {
+      core_.metrics().ChangeInFlight(*phase_, -1);
+      if (through) core_.metrics().ObservePhase(*phase_, absl::ToDoubleSeconds(now - phase_since_));
+    }
+    if (next.has_value()) core_.metrics().ChangeInFlight(*next, 1);
+    phase_ = next;
+    phase_since_ = now;
   }
 
   // In the place of progress that the client has not read yet.
@@ -254,18 +305,41 @@ class GenerateRelay final : public StreamCall<v1::GenerateRequest, v1::GenerateR
     DescribeBase(request_, resolved_, accepted);
     for (const float sigma : schedule_.video) accepted.add_video_sigmas(sigma);
     for (const float sigma : schedule_.audio) accepted.add_audio_sigmas(sigma);
+    PendingRequest pending{.id = id,
+                           .priority = ToPriority(header_.priority()),
+                           .fingerprint = request_.base.fingerprint,
+                           .work = PackedRows(request_.layout) * static_cast<double>(schedule_.evaluations()),
+                           .enqueued = queued_at_};
+    H3_RETURN_IF_ERROR(Price(pending));
     data_ = assembler_->Take();
-    const double work = PackedRows(request_.layout) * static_cast<double>(schedule_.evaluations());
     auto self = std::static_pointer_cast<GenerateRelay>(shared_from_this());
-    H3_RETURN_IF_ERROR(core_.Submit({id, ToPriority(header_.priority()), request_.base.fingerprint, work}, self,
+    H3_RETURN_IF_ERROR(core_.Submit(std::move(pending), self,
                                     [&](const Dispatcher::Place& place) {
                                       accepted.set_queue_position(place.position);
                                       accepted.set_eta_seconds(place.eta_seconds);
                                       CountLeaving(/*ended=*/false);
+                                      Enter(RequestPhase::kQueue);
                                       Send(std::move(response));
                                     }));
     if (Gone()) core_.Withdraw(id);  // It may have left when there was nothing to withdraw yet.
     return absl::OkStatus();
+  }
+
+  // What the request will take, from shapes; refused where no worker could ever give it.
+  absl::Status Price(PendingRequest& pending) const {
+    H3_ASSIGN_OR_RETURN(const std::vector<StackEntry> entries, FromProto(header_.stack()));
+    std::vector<PlannedEntry> stack;
+    std::set<std::string> seen;
+    for (size_t i = 0; i < entries.size(); ++i) {
+      stack.push_back({resolved_[i].shape.get(), &entries[i]});
+      if (seen.insert(entries[i].digest).second) pending.adapters.push_back({entries[i].adapter, entries[i].digest, resolved_[i].bytes});
+    }
+    const BaseFacts& base = request_.base.facts;
+    RequestPlan plan = PlanRequest(base.plan, base.plan_options, request_.layout, schedule_.evaluations(), stack);
+    plan.adapters = ByteCount(0);  // By digest: the same content may be named twice.
+    for (const NeededAdapter& adapter : pending.adapters) plan.adapters += adapter.bytes;
+    pending.bytes = plan.peak();
+    return core_.CheckFits(pending.fingerprint, plan);
   }
 
   void SendChunks(WorkerGenerate& stream) {
@@ -283,8 +357,12 @@ class GenerateRelay final : public StreamCall<v1::GenerateRequest, v1::GenerateR
 
   void Refused(const absl::Status& status) {
     if (status.ok()) return;
-    core_.metrics().CountRejection(ReasonOf(status));
+    if (!Counted()) core_.metrics().CountRejection(ReasonOf(status));
     End(status);
+  }
+  bool Counted() {
+    absl::MutexLock lock(&relay_mu_);
+    return counted_;
   }
 
   void End(const absl::Status& status) {
@@ -292,6 +370,7 @@ class GenerateRelay final : public StreamCall<v1::GenerateRequest, v1::GenerateR
       absl::MutexLock lock(&relay_mu_);
       if (counted_) return;
       counted_ = true;
+      completed_ = status.ok();
     }
     const std::string task(TaskName(request_.task));
     core_.metrics().CountRequest(task, std::string(CodeName(status.code())));
@@ -311,6 +390,8 @@ class GenerateRelay final : public StreamCall<v1::GenerateRequest, v1::GenerateR
   bool submitted_ = false;
   absl::Time queued_at_, assigned_at_;
   std::shared_ptr<WorkerLink> worker_;  // From OnAssigned on.
+  bool worker_accepted_ = false;        // In reactions of the worker's stream.
+  absl::Status half_closed_;            // Why the end of the client's messages ended the call.
 
   absl::Mutex relay_mu_;
   std::shared_ptr<WorkerGenerate> stream_ ABSL_GUARDED_BY(relay_mu_);
@@ -321,6 +402,9 @@ class GenerateRelay final : public StreamCall<v1::GenerateRequest, v1::GenerateR
   std::optional<v1::GenerateResponse> newest_ ABSL_GUARDED_BY(relay_mu_);  // Progress that is still to be written.
   bool want_more_ ABSL_GUARDED_BY(relay_mu_) = false;
   bool counted_ ABSL_GUARDED_BY(relay_mu_) = false;
+  bool completed_ ABSL_GUARDED_BY(relay_mu_) = false;
+  std::optional<RequestPhase> phase_ ABSL_GUARDED_BY(relay_mu_);
+  absl::Time phase_since_ ABSL_GUARDED_BY(relay_mu_);
   uint32_t last_position_ ABSL_GUARDED_BY(relay_mu_) = UINT32_MAX;
 };
 

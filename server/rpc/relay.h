@@ -65,7 +65,7 @@ absl::StatusOr<CheckedRequest> CheckRequest(const SchedulerCore& core, const Hea
   H3_ASSIGN_OR_RETURN(request.base, core.ChooseBase(request.task, header.model()));
   const std::vector<v1::TensorSpec> specs(header.tensors().begin(), header.tensors().end());
   H3_RETURN_IF_ERROR(CheckRequestTensors(ToHostTensors(specs, std::vector<std::string>(specs.size())),
-                                         RequestTensorsOf(request.layout, request.base.facts.geometry, targets)));
+                                         RequestTensorsOf(request.layout, request.base.facts.geometry(), targets)));
   return request;
 }
 

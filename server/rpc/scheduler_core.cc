@@ -6,23 +6,25 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/time/clock.h"
 #include "server/base/error.h"
 #include "server/base/status_macros.h"
 #include "server/rpc/convert.h"
 #include "server/rpc/presets.h"
+#include "server/vram/admission.h"
 
 namespace h3 {
 namespace {
 
 constexpr size_t kFileQueue = 1024;
+constexpr absl::Duration kCountAdapters = absl::Seconds(30);
 
 absl::Status NoWorker(absl::string_view what) {
   return Refuse(absl::StatusCode::kUnavailable, reason::kWorkerLost, what, {{"retry_seconds", "1"}});
 }
 
 BaseFacts FactsOf(const v1::Model& base) {
-  return {FromProto(base.geometry()), FromProto(base.partition()), base.grid_width(),
-          base.qkv_layout() == QkvLayoutName(QkvLayout::kInterleaved)};
+  return {PlanBaseFromProto(base), PlanOptionsFromProto(base), FromProto(base.partition()), base.grid_width()};
 }
 
 }  // namespace
@@ -36,6 +38,7 @@ SchedulerCore::SchedulerCore(SchedulerOptions options, SchedulerMetrics& metrics
       registry_(options_.adapters, content_, *state_),
       dispatcher_(options_.queue_capacity),
       files_(kFileQueue) {
+  CountRegistered();
   // Nobody waits for replaced uploads of an earlier process any more, but presets may pin them. What fails here fails again where it
   // matters.
   const auto presets = ListPresets(*state_);
@@ -103,7 +106,12 @@ absl::StatusOr<PinnedStack> SchedulerCore::PinStack(StackEntries stack, int64_t 
   H3_ASSIGN_OR_RETURN(const std::vector<StackEntry> entries, FromProto(stack));
   H3_RETURN_IF_ERROR(CheckStack(entries, evaluations));
   for (size_t i = 0; i < entries.size(); ++i) {
-    H3_ASSIGN_OR_RETURN(ResolvedAdapter resolved, registry_.Resolve(entries[i], i, base));
+    auto found = registry_.Resolve(entries[i], i, base);
+    if (!found.ok()) {
+      metrics_.CountAdapterRefusal(ReasonOf(found.status()));
+      return found.status();
+    }
+    ResolvedAdapter resolved = *std::move(found);
     v1::StackEntry& entry = *stack.Mutable(static_cast<int>(i));
     entry.set_digest(resolved.digest);
     // The name as it was given leads there, as was just seen; by digest it needs one that a worker can open.
@@ -160,6 +168,11 @@ absl::Status SchedulerCore::Submit(PendingRequest request, std::shared_ptr<Ticke
                                    const std::function<void(const Dispatcher::Place&)>& accepted) {
   H3_RETURN_IF_ERROR(CheckServing());
   const RequestId id = request.id;
+  if (options_.refuse_when_full && !dispatcher_.FitsNow(request)) {
+    return Refuse(absl::StatusCode::kResourceExhausted, reason::kVramExceeded,
+                  absl::StrCat("the request needs ", Human(request.bytes), ", which sessions hold now (--when-full refuse); try again later"),
+                  {{"needed_bytes", absl::StrCat(request.bytes.value())}, {"retry_seconds", "5"}});
+  }
   {
     absl::MutexLock lock(&mu_);
     tickets_[id] = std::move(ticket);  // Before it can be withdrawn.
@@ -174,6 +187,24 @@ absl::Status SchedulerCore::Submit(PendingRequest request, std::shared_ptr<Ticke
   dispatcher_.Release(id);
   Pump();
   return absl::OkStatus();
+}
+
+absl::Status SchedulerCore::CheckFits(const std::string& fingerprint, const RequestPlan& plan) const {
+  std::optional<absl::Status> refusal;
+  ByteCount largest;
+  for (const auto& link : workers()) {
+    const auto snapshot = link->snapshot();
+    if (!snapshot.has_value() || snapshot->model().base_fingerprint() != fingerprint) continue;
+    const v1::DeviceMemory& memory = snapshot->memory();
+    const auto bytes = [](uint64_t count) { return ByteCount(static_cast<int64_t>(count)); };
+    const ByteCount total = bytes(memory.total_bytes());
+    const Admission admission(total, bytes(memory.margin_bytes()));
+    const Occupancy empty{.fixed = bytes(memory.owners().base_weights()) + bytes(memory.owners().runtime_context()), .own = plan.adapters};
+    absl::Status status = admission.Check("the request", {.held = plan.peak()}, empty);
+    if (status.ok()) return status;
+    if (!refusal.has_value() || total > largest) refusal = std::move(status), largest = total;
+  }
+  return refusal.value_or(absl::OkStatus());
 }
 
 bool SchedulerCore::Withdraw(RequestId id) {
@@ -212,7 +243,7 @@ void SchedulerCore::Pump() {
 }
 
 void SchedulerCore::PumpOnce() {
-  for (const Assignment& assignment : dispatcher_.Dispatch()) {
+  for (const Assignment& assignment : dispatcher_.Dispatch(absl::Now())) {
     std::shared_ptr<Ticket> ticket;
     std::shared_ptr<WorkerLink> worker;
     {
@@ -233,6 +264,7 @@ void SchedulerCore::PumpOnce() {
     }
     if (ticket != nullptr) ticket->OnPlace(place);
   }
+  Prefetch();
 }
 
 absl::StatusOr<std::shared_ptr<WorkerLink>> SchedulerCore::OpenSession(const std::string& fingerprint) {
@@ -257,9 +289,40 @@ absl::StatusOr<std::shared_ptr<WorkerLink>> SchedulerCore::OpenSession(const std
   return best;
 }
 
-void SchedulerCore::CloseSession(const WorkerLink& worker) {
-  absl::MutexLock lock(&mu_);
-  --sessions_[worker.name()];
+void SchedulerCore::CloseSession(const std::shared_ptr<WorkerLink>& worker) {
+  {
+    absl::MutexLock lock(&mu_);
+    --sessions_[worker->name()];
+  }
+  // What waits for the memory that it held need not wait for the next heartbeat.
+  worker->Refresh([] {});
+}
+
+void SchedulerCore::Prefetch() {
+  constexpr size_t kAhead = 4;
+  std::vector<PendingRequest> next = dispatcher_.Next(kAhead);
+  {
+    absl::MutexLock lock(&mu_);
+    RequestId last = prefetched_;
+    std::erase_if(next, [&](const PendingRequest& request) { return request.id <= prefetched_ || request.adapters.empty(); });
+    for (const PendingRequest& request : next) last = std::max(last, request.id);
+    prefetched_ = last;
+  }
+  if (next.empty()) return;
+  for (const auto& link : workers()) {
+    const auto snapshot = link->snapshot();
+    if (link->state() != v1::WORKER_STATE_READY) continue;
+    v1::PrefetchAdaptersRequest wanted;
+    for (const PendingRequest& request : next) {
+      if (request.fingerprint != snapshot->model().base_fingerprint()) continue;
+      for (const NeededAdapter& adapter : request.adapters) {
+        auto& one = *wanted.add_adapters();
+        one.set_name(adapter.name);
+        one.set_digest(adapter.digest);
+      }
+    }
+    if (wanted.adapters_size() > 0) link->Prefetch(wanted);
+  }
 }
 
 absl::Status SchedulerCore::CheckServing() const {
@@ -275,13 +338,47 @@ size_t SchedulerCore::sessions() const {
   return total;
 }
 
+void SchedulerCore::CountWorkerRefusal(const absl::Status& status) {
+  const std::string reason = ReasonOf(status);
+  if (reason.empty() || reason == reason::kCancelled || reason == reason::kWorkerLost) return;
+  const bool of_adapter = DetailsOf(status).count("adapter") > 0;
+  if (of_adapter) metrics_.CountAdapterRefusal(reason);
+  // NaN in a tensor of the request is the request's.
+  metrics_.CountRejection(reason == reason::kNotFinite && !of_adapter ? reason::kBadTensor : absl::string_view(reason));
+}
+
+void SchedulerCore::CountRegistered() {
+  {
+    absl::MutexLock lock(&mu_);
+    counted_at_ = absl::Now();
+  }
+  if (const auto adapters = registry_.List(); adapters.ok()) registered_.store(static_cast<int64_t>(adapters->size()));
+}
+
+int64_t SchedulerCore::adapters_registered() {
+  bool again = false;
+  {
+    absl::MutexLock lock(&mu_);
+    again = absl::Now() - counted_at_ > kCountAdapters;
+    if (again) counted_at_ = absl::Now();  // One at a time.
+  }
+  if (again) files_.Post([this] { CountRegistered(); });
+  return registered_.load();
+}
+
 size_t SchedulerCore::Active() const { return admitted() + sessions(); }
 
 void SchedulerCore::OnWorkerChange(WorkerLink& worker) {
   {
     absl::MutexLock lock(&mu_);  // Two changes may be told at once: the later one to come here sees the newest state.
     if (worker.state() == v1::WORKER_STATE_READY) {
-      dispatcher_.WorkerReady(worker.name(), worker.snapshot()->model().base_fingerprint());
+      const v1::WorkerSnapshot snapshot = *worker.snapshot();
+      WorkerMemory memory{.shared = snapshot.sessions() > 0 || sessions_[worker.name()] > 0,
+                          .headroom = ByteCount(static_cast<int64_t>(snapshot.memory().headroom_bytes()))};
+      for (const v1::AdapterMemory& adapter : snapshot.memory().adapters()) {
+        if (adapter.pins() > 0) memory.pinned.insert(adapter.digest());
+      }
+      dispatcher_.WorkerReady(worker.name(), snapshot.model().base_fingerprint(), std::move(memory));
     } else {
       dispatcher_.WorkerGone(worker.name());
     }

@@ -34,6 +34,7 @@ struct SchedulerOptions {
   int64_t max_buffered_bytes = int64_t{8} << 30;
   int max_sessions_per_worker = 8;
   absl::Duration session_idle = absl::Minutes(5);
+  bool refuse_when_full = false;  // What would have to wait for memory that sessions hold is refused instead.
 };
 
 // A request that waits for a worker. Called on any thread, without locks held.
@@ -90,6 +91,10 @@ class SchedulerCore {
   void GiveBuffer(int64_t bytes) ABSL_LOCKS_EXCLUDED(mu_);
   int64_t buffered_bytes() const ABSL_LOCKS_EXCLUDED(mu_);
 
+  // Whether a request of that plan can ever run on a base's workers. FAILED_PRECONDITION / VRAM_EXCEEDED with the numbers of the
+  // largest of them.
+  absl::Status CheckFits(const std::string& fingerprint, const RequestPlan& plan) const;
+
   // Queue. `accepted` runs once the request has its place and before its ticket hears anything; then the ticket is told its
   // place until it is assigned; Finish gives the worker back. UNAVAILABLE / DRAINING, or RESOURCE_EXHAUSTED / QUEUE_FULL.
   absl::Status Submit(PendingRequest request, std::shared_ptr<Ticket> ticket,
@@ -104,16 +109,21 @@ class SchedulerCore {
   // A ready worker of that base with room for one more session, counted until CloseSession. UNAVAILABLE / WORKER_LOST or
   // RESOURCE_EXHAUSTED / QUEUE_FULL.
   absl::StatusOr<std::shared_ptr<WorkerLink>> OpenSession(const std::string& fingerprint) ABSL_LOCKS_EXCLUDED(mu_);
-  void CloseSession(const WorkerLink& worker) ABSL_LOCKS_EXCLUDED(mu_);
+  void CloseSession(const std::shared_ptr<WorkerLink>& worker) ABSL_LOCKS_EXCLUDED(mu_);
 
   void Drain() { draining_.store(true); }
   bool draining() const { return draining_.load(); }
   // UNAVAILABLE / DRAINING.
   absl::Status CheckServing() const;
+  // Adapters that there are, as of the last half minute; begins to count them again where that is over. Never waits for the disk.
+  int64_t adapters_registered() ABSL_LOCKS_EXCLUDED(mu_);
   // Requests that wait, run, or whose results are being sent; and sessions.
   size_t Active() const ABSL_LOCKS_EXCLUDED(mu_);
   size_t admitted() const { return admitted_.load(); }
   size_t sessions() const ABSL_LOCKS_EXCLUDED(mu_);
+
+  // Counts what a worker said about an accepted request that it did not start.
+  void CountWorkerRefusal(const absl::Status& status);
 
   const SchedulerOptions& options() const { return options_; }
   SchedulerMetrics& metrics() { return metrics_; }
@@ -127,6 +137,9 @@ class SchedulerCore {
 
  private:
   void OnWorkerChange(WorkerLink& worker) ABSL_LOCKS_EXCLUDED(mu_);
+  // Has the workers read ahead what the requests that wait will need.
+  void Prefetch() ABSL_LOCKS_EXCLUDED(mu_);
+  void CountRegistered();
   // Starts what can start and tells the others their places: one thread at a time, no lock held while tickets are called (gRPC
   // may run reactions on this very thread).
   void Pump() ABSL_LOCKS_EXCLUDED(mu_);
@@ -147,7 +160,10 @@ class SchedulerCore {
   std::map<WorkerId, std::shared_ptr<WorkerLink>> workers_ ABSL_GUARDED_BY(mu_);
   std::map<RequestId, std::shared_ptr<Ticket>> tickets_ ABSL_GUARDED_BY(mu_);
   std::map<WorkerId, int> sessions_ ABSL_GUARDED_BY(mu_);
+  RequestId prefetched_ ABSL_GUARDED_BY(mu_) = 0;  // Requests up to this one were read ahead for.
   int64_t buffered_bytes_ ABSL_GUARDED_BY(mu_) = 0;
+  absl::Time counted_at_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();
+  std::atomic<int64_t> registered_{0};
   SerialExecutor files_;  // Last: its tasks use the rest.
 };
 

@@ -132,7 +132,9 @@ void WorkerLink::OnHeartbeat(int generation, const v1::WorkerSnapshot& snapshot)
     absl::MutexLock lock(&mu_);
     if (generation != generation_) return;
     const v1::WorkerState state = snapshot.draining() ? v1::WORKER_STATE_DRAINING : v1::WORKER_STATE_READY;
-    changed = state != state_;
+    // Where sessions share the memory, what is left of it decides what may start.
+    const bool shared = snapshot.sessions() > 0 || (snapshot_.has_value() && snapshot_->sessions() > 0);
+    changed = state != state_ || shared;
     state_ = state;
     snapshot_ = snapshot;
   }
@@ -189,6 +191,21 @@ void WorkerLink::CountRestart() {
 std::shared_ptr<v1::Worker::Stub> WorkerLink::stub() const {
   absl::MutexLock lock(&mu_);
   return stub_;
+}
+
+void WorkerLink::Prefetch(const v1::PrefetchAdaptersRequest& request) {
+  const std::shared_ptr<v1::Worker::Stub> stub = this->stub();
+  if (stub == nullptr) return;
+  struct Call {
+    grpc::ClientContext context;
+    v1::PrefetchAdaptersRequest request;
+    v1::PrefetchAdaptersResponse response;
+  };
+  auto call = std::make_shared<Call>();
+  call->request = request;
+  call->context.set_deadline(std::chrono::system_clock::now() + kRefreshDeadline);
+  // A hint: whether it arrived makes no difference to anybody.
+  stub->async()->PrefetchAdapters(&call->context, &call->request, &call->response, [stub, call](const grpc::Status&) {});
 }
 
 void WorkerLink::Refresh(std::function<void()> done) {

@@ -19,7 +19,7 @@ namespace h3 {
 // Thread-safe. Held by shared pointers: its calls keep it alive.
 class WorkerLink : public std::enable_shared_from_this<WorkerLink> {
  public:
-  // `on_change`: its state or its model is another now; on any thread, without locks held.
+  // `on_change`: its state or its model is another now, or the memory that its sessions leave may be; on any thread, without locks held.
   WorkerLink(std::string name, std::function<void(WorkerLink&)> on_change)
       : name_(std::move(name)), on_change_(std::move(on_change)) {}
 
@@ -39,6 +39,8 @@ class WorkerLink : public std::enable_shared_from_this<WorkerLink> {
   void CountRestart() ABSL_LOCKS_EXCLUDED(mu_);
   // Null while there is no connection.
   std::shared_ptr<v1::Worker::Stub> stub() const ABSL_LOCKS_EXCLUDED(mu_);
+  // Tells the worker which adapters will be wanted soon. Does not block, and does not tell whether it arrived.
+  void Prefetch(const v1::PrefetchAdaptersRequest& request) ABSL_LOCKS_EXCLUDED(mu_);
   // A fresh snapshot from the worker, or the last one if none comes within a second. `done` runs once, on any thread.
   void Refresh(std::function<void()> done) ABSL_LOCKS_EXCLUDED(mu_);
 

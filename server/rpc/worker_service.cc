@@ -118,6 +118,20 @@ grpc::ServerUnaryReactor* WorkerService::CheckAdapter(grpc::CallbackServerContex
   });
 }
 
+grpc::ServerUnaryReactor* WorkerService::PrefetchAdapters(grpc::CallbackServerContext* context,
+                                                          const v1::PrefetchAdaptersRequest* request,
+                                                          v1::PrefetchAdaptersResponse*) {
+  for (const v1::PrefetchAdaptersRequest::Adapter& adapter : request->adapters()) {
+    // A hint: what does not fit the queue of hints is not read ahead.
+    prefetch_.Post([this, entry = StackEntry{.adapter = adapter.name(), .digest = adapter.digest()}] {
+      engine_.PrefetchAdapter(entry).IgnoreError();
+    });
+  }
+  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+  reactor->Finish(grpc::Status::OK);
+  return reactor;
+}
+
 grpc::ServerUnaryReactor* WorkerService::UnloadAdapter(grpc::CallbackServerContext* context,
                                                        const v1::WorkerUnloadAdapterRequest* request,
                                                        v1::WorkerUnloadAdapterResponse* response) {
@@ -177,6 +191,8 @@ v1::WorkerSnapshot WorkerService::Snapshot() const {
   *model.mutable_geometry() = ToProto(info.geometry);
   model.set_parameters(static_cast<uint64_t>(info.parameters));
   model.set_weight_bytes(static_cast<uint64_t>(info.weight_bytes.value()));
+  model.set_host_weight_bytes(static_cast<uint64_t>(info.host_weight_bytes.value()));
+  *model.mutable_plan() = ToProto(info.plan_base, info.plan_options);
   model.set_device(info.device);
   model.set_grid_width(info.grid_width);
   for (const std::string& warning : info.warnings) model.add_warnings(warning);
@@ -188,7 +204,10 @@ v1::WorkerSnapshot WorkerService::Snapshot() const {
   memory.set_total_bytes(bytes(report.total));
   memory.set_free_bytes(bytes(report.free));
   memory.set_used_bytes(bytes(report.ledger.used));
-  memory.set_headroom_bytes(bytes(report.free));
+  memory.set_headroom_bytes(bytes(report.headroom));
+  memory.set_reserved_bytes(bytes(report.reserved));
+  memory.set_reusable_bytes(bytes(report.reusable));
+  memory.set_margin_bytes(bytes(report.margin));
   memory.set_peak_bytes(bytes(report.last_request_peak));
   v1::MemoryOwners& owners = *memory.mutable_owners();
   owners.set_base_weights(bytes(report.ledger.of(Owner::kBaseWeights)));
@@ -201,13 +220,18 @@ v1::WorkerSnapshot WorkerService::Snapshot() const {
   owners.set_runtime_context(bytes(report.ledger.of(Owner::kRuntimeContext)));
   owners.set_allocator_cache(bytes(report.ledger.of(Owner::kAllocatorCache)));
   owners.set_unattributed(bytes(report.ledger.of(Owner::kUnattributed)));
+  ByteCount host_adapters;
   for (const AdapterResidency& adapter : report.adapters) {
     v1::AdapterMemory& line = *memory.add_adapters();
     line.set_name(adapter.name);
     line.set_digest(adapter.digest);
     line.set_bytes(bytes(adapter.bytes));
     line.set_pins(static_cast<uint32_t>(adapter.pins));
-    line.set_tier("device");
+    line.set_tier(adapter.tier == Tier::kDevice ? "device" : "host");
+    if (adapter.tier != Tier::kDevice) {
+      host_adapters += adapter.bytes;
+      continue;
+    }
     v1::Adapter& resident = *snapshot.add_resident();
     resident.set_name(adapter.name);
     resident.set_digest(adapter.digest);
@@ -215,6 +239,18 @@ v1::WorkerSnapshot WorkerService::Snapshot() const {
     resident.set_resident(true);
     resident.set_pins(static_cast<uint32_t>(adapter.pins));
   }
+  v1::AllocatorMemory& allocator = *memory.mutable_allocator();
+  allocator.set_allocated_bytes(bytes(report.allocator.allocated));
+  allocator.set_reserved_bytes(bytes(report.allocator.reserved));
+  allocator.set_active_bytes(bytes(report.allocator.active));
+  allocator.set_inactive_split_bytes(bytes(report.allocator.inactive_split));
+  allocator.set_retries(static_cast<uint64_t>(report.allocator.retries));
+  v1::HostMemory& host = *memory.mutable_host();
+  host.set_resident_bytes(bytes(report.host.resident));
+  host.set_anonymous_bytes(bytes(report.host.anonymous));
+  host.set_file_bytes(bytes(report.host.file));
+  host.set_mapped_weights_bytes(bytes(report.host_weights));
+  host.set_adapters_bytes(bytes(host_adapters));
   memory.set_avoided_resident_bytes(bytes(report.avoided_resident));
   memory.set_base_fingerprint(info.fingerprint);
   memory.set_base_mutations(static_cast<uint64_t>(report.base_mutations));

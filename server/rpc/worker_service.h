@@ -38,6 +38,8 @@ class WorkerService final : public v1::Worker::CallbackService {
                                           v1::WorkerUnloadAdapterResponse* response) override;
   grpc::ServerUnaryReactor* CheckAdapter(grpc::CallbackServerContext* context, const v1::WorkerCheckAdapterRequest* request,
                                          v1::WorkerCheckAdapterResponse* response) override;
+  grpc::ServerUnaryReactor* PrefetchAdapters(grpc::CallbackServerContext* context, const v1::PrefetchAdaptersRequest* request,
+                                             v1::PrefetchAdaptersResponse* response) override;
   grpc::ServerWriteReactor<v1::WatchResponse>* Watch(grpc::CallbackServerContext* context,
                                                      const v1::WatchRequest* request) override;
   grpc::ServerUnaryReactor* GetSnapshot(grpc::CallbackServerContext* context, const v1::GetSnapshotRequest* request,
@@ -70,6 +72,7 @@ class WorkerService final : public v1::Worker::CallbackService {
   std::atomic<bool> fault_told_{false};
   std::atomic<int> running_{0};
   std::atomic<int> sessions_{0};
+  SerialExecutor prefetch_{64};  // Reads adapters ahead. Last: its tasks use the rest.
 };
 
 }  // namespace h3

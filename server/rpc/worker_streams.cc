@@ -1,5 +1,5 @@
 // Generate and Evaluate of the Worker service.
-#include <atomic>
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -21,6 +21,77 @@ absl::Status QueueFull() {
                 {{"retry_seconds", "1"}});
 }
 
+std::vector<double> StrengthsOf(const std::vector<StackEntry>& stack) {
+  std::vector<double> strengths;
+  for (const StackEntry& entry : stack) strengths.push_back(entry.strength);
+  return strengths;
+}
+
+// The sum over a stack of each adapter's largest rank.
+double EffectiveRank(const std::vector<ResolvedAdapter>& stack) {
+  int64_t sum = 0;
+  for (const ResolvedAdapter& adapter : stack) {
+    int64_t rank = 0;
+    for (const EffectiveScale& scale : adapter.scales) rank = std::max(rank, scale.rank);
+    sum += rank;
+  }
+  return static_cast<double>(sum);
+}
+
+StepKind KindOf(const Conditions& conditions) {
+  return {std::string(TaskName(TaskOf(conditions.layout))), PackedRows(conditions.layout), conditions.stack.size()};
+}
+
+// What a call counts when it ends, and when its device is free after a cancel. Thread-safe.
+class CallEnd {
+ public:
+  explicit CallEnd(WorkerMetrics& metrics) : metrics_(metrics) {}
+
+  // Reading has ended: its client has said everything, or has left, which gRPC may tell later. What is concluded from now on counts when
+  // the call is over.
+  void HalfClosed() ABSL_LOCKS_EXCLUDED(mu_) {
+    absl::MutexLock lock(&mu_);
+    half_closed_ = true;
+  }
+  // The client has left.
+  void Gone(const absl::Status& why) ABSL_LOCKS_EXCLUDED(mu_) {
+    absl::MutexLock lock(&mu_);
+    gone_at_ = absl::Now();
+    if (device_free_) metrics_.cancel_latency_seconds.Observe(0);  // The end of its messages was heard first.
+    CountLocked(why);
+  }
+  // The first counts.
+  void Concluded(const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_) {
+    absl::MutexLock lock(&mu_);
+    if (!half_closed_) return CountLocked(status);
+    if (!verdict_.has_value()) verdict_ = status;
+  }
+  void Over() ABSL_LOCKS_EXCLUDED(mu_) {
+    absl::MutexLock lock(&mu_);
+    if (verdict_.has_value()) CountLocked(*verdict_);
+  }
+  // What the call held on the device has been released.
+  void DeviceFree() ABSL_LOCKS_EXCLUDED(mu_) {
+    absl::MutexLock lock(&mu_);
+    device_free_ = true;
+    if (gone_at_.has_value()) metrics_.cancel_latency_seconds.Observe(absl::ToDoubleSeconds(absl::Now() - *gone_at_));
+  }
+
+ private:
+  void CountLocked(const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    if (!counted_) metrics_.CountRequest(std::string(CodeName(status.code())));
+    counted_ = true;
+  }
+
+  WorkerMetrics& metrics_;
+  absl::Mutex mu_;
+  bool half_closed_ ABSL_GUARDED_BY(mu_) = false;
+  bool counted_ ABSL_GUARDED_BY(mu_) = false;
+  bool device_free_ ABSL_GUARDED_BY(mu_) = false;
+  std::optional<absl::Status> verdict_ ABSL_GUARDED_BY(mu_);
+  std::optional<absl::Time> gone_at_ ABSL_GUARDED_BY(mu_);
+};
+
 // Chunks of tensors that stay alive until the last is written.
 template <typename Response>
 std::function<bool(Response&)> ChunksOf(std::vector<HostTensor> tensors) {
@@ -38,7 +109,8 @@ std::function<bool(Response&)> ChunksOf(std::vector<HostTensor> tensors) {
 
 class GenerateCall final : public StreamCall<v1::GenerateRequest, v1::GenerateResponse> {
  public:
-  GenerateCall(WorkerService& service, grpc::CallbackServerContext* context) : StreamCall(context), service_(service) {
+  GenerateCall(WorkerService& service, grpc::CallbackServerContext* context)
+      : StreamCall(context), service_(service), end_(service.metrics()) {
     ++service_.running();
   }
 
@@ -53,14 +125,18 @@ class GenerateCall final : public StreamCall<v1::GenerateRequest, v1::GenerateRe
   }
   // Only while something is missing: nothing is read once the run is complete.
   void OnHalfClose() override {
+    end_.HalfClosed();
     Conclude(assembler_.has_value() ? assembler_->CheckComplete()
                                     : RefuseArgument(reason::kBadRequest, "the call ended before its header"));
   }
   void OnGone(const absl::Status& why) override {
+    end_.Gone(why);
     cancel_.Cancel(why);
-    Conclude(why);
   }
-  void OnEnd() override { --service_.running(); }
+  void OnEnd() override {
+    end_.Over();
+    --service_.running();
+  }
 
   absl::Status Take(v1::GenerateRequest& request) {
     if (request.has_header()) {
@@ -95,7 +171,8 @@ class GenerateCall final : public StreamCall<v1::GenerateRequest, v1::GenerateRe
   void StartOnDevice() {
     if (Stopped()) return;
     SendProgress(v1::PHASE_PREPARE, 0);
-    service_.metrics().stack_depth.Observe(static_cast<double>(spec_.conditions.stack.size()));
+    service_.metrics().ObserveStack(StrengthsOf(spec_.conditions.stack));
+    kind_ = KindOf(spec_.conditions);
     steps_ = spec_.schedule.evaluations();
     const Task task = TaskOf(spec_.conditions.layout);
     v1::GenerateResponse accepted;
@@ -104,6 +181,7 @@ class GenerateCall final : public StreamCall<v1::GenerateRequest, v1::GenerateRe
     auto run = service_.engine().StartGeneration(std::move(spec_));
     if (!run.ok()) return End(run.status());
     run_ = std::move(*run);
+    service_.metrics().ObserveEffectiveRank(EffectiveRank(run_->stack()));
     accepted.mutable_accepted()->set_task(ToProto(task));
     accepted.mutable_accepted()->set_partition(ToProto(service_.engine().model().partition));
     accepted.mutable_accepted()->set_base_fingerprint(service_.engine().model().fingerprint);
@@ -119,17 +197,18 @@ class GenerateCall final : public StreamCall<v1::GenerateRequest, v1::GenerateRe
 
   void AdvanceOnDevice() {
     if (Stopped()) return;
-    const absl::Time begin = absl::Now();
     const auto done = run_->Advance(cancel_);
-    if (!done.ok()) return End(done.status());
-    const absl::Time end = absl::Now();
+    if (!done.ok()) {
+      if (denoising_) service_.metrics().CountUnfinishedStep(kind_.task, cancel_.IsCancelled() ? "cancelled" : "failed");
+      return End(done.status());
+    }
     const auto step = static_cast<int64_t>(run_->timings().steps.size());
     if (step > 0) {
-      service_.metrics().denoise_steps.Increment();
-      service_.metrics().step_seconds.Observe(absl::ToDoubleSeconds(end - begin));
+      service_.metrics().CountStep(kind_, absl::ToDoubleSeconds(run_->timings().steps.back()));
     } else {
-      prepared_ = end;
+      prepared_ = absl::Now();
     }
+    denoising_ = true;
     SendProgress(v1::PHASE_DENOISE, step);
     if (!*done) return Later();
 
@@ -147,6 +226,7 @@ class GenerateCall final : public StreamCall<v1::GenerateRequest, v1::GenerateRe
     }
     summary.set_denoise_seconds(absl::ToDoubleSeconds(denoise));
     summary.set_peak_bytes(static_cast<uint64_t>(run_->peak().value()));
+    summary.set_planned_peak_bytes(static_cast<uint64_t>(run_->planned_peak().value()));
     summary.set_avoided_resident_bytes(static_cast<uint64_t>(run_->avoided_resident().value()));
     v1::GenerateResponse header;
     for (const HostTensor& tensor : *tensors) *header.mutable_result()->add_tensors() = SpecOf(tensor);
@@ -166,14 +246,20 @@ class GenerateCall final : public StreamCall<v1::GenerateRequest, v1::GenerateRe
   }
 
   void End(const absl::Status& status) {
+    const bool held = run_ != nullptr;
     run_.reset();
+    if (held) end_.DeviceFree();
     const absl::Status health = service_.CheckHealth();
     Conclude(health.ok() ? status : health);
+    if (!held) return;
+    // Between requests, when nobody waits for this one any more.
+    service_.engine().AuditBase();
+    service_.CheckHealth().IgnoreError();
   }
 
   // On any thread. The first counts.
   void Conclude(const absl::Status& status) {
-    if (!counted_.exchange(true)) service_.metrics().CountRequest(std::string(CodeName(status.code())));
+    end_.Concluded(status);
     Close(status);
   }
 
@@ -195,16 +281,19 @@ class GenerateCall final : public StreamCall<v1::GenerateRequest, v1::GenerateRe
   std::optional<TensorAssembler> assembler_;
   GenerationSpec spec_;
   bool started_ = false;
-  std::atomic<bool> counted_{false};
+  CallEnd end_;
   // On the device thread:
   std::unique_ptr<Generation> run_;
   int64_t steps_ = 0;
+  StepKind kind_;
+  bool denoising_ = false;
   absl::Time prepared_;
 };
 
 class EvaluateCall final : public StreamCall<v1::EvaluateRequest, v1::EvaluateResponse> {
  public:
-  EvaluateCall(WorkerService& service, grpc::CallbackServerContext* context) : StreamCall(context), service_(service) {
+  EvaluateCall(WorkerService& service, grpc::CallbackServerContext* context)
+      : StreamCall(context), service_(service), end_(service.metrics()) {
     ++service_.sessions();
   }
 
@@ -215,16 +304,20 @@ class EvaluateCall final : public StreamCall<v1::EvaluateRequest, v1::EvaluateRe
     if (*more) ReadMore();
   }
   void OnHalfClose() override {
+    end_.HalfClosed();
     if (!header_.has_value()) return Fail(RefuseArgument(reason::kBadRequest, "the call ended before its header"));
     if (assembler_.has_value()) return Fail(assembler_->CheckComplete());
     Release(absl::OkStatus());
   }
   void OnGone(const absl::Status& why) override {
+    end_.Gone(why);
     cancel_.Cancel(why);
-    Conclude(why);
     Release(why);
   }
-  void OnEnd() override { --service_.sessions(); }
+  void OnEnd() override {
+    end_.Over();
+    --service_.sessions();
+  }
 
   // Whether more has to be read before the device has work. It reads on itself when it has done that, maybe before this
   // returns.
@@ -280,10 +373,12 @@ class EvaluateCall final : public StreamCall<v1::EvaluateRequest, v1::EvaluateRe
     const absl::Time begin = absl::Now();
     v1::EvaluateResponse response;
     response.mutable_accepted()->set_task(ToProto(TaskOf(conditions_.layout)));
-    service_.metrics().stack_depth.Observe(static_cast<double>(conditions_.stack.size()));
+    service_.metrics().ObserveStack(StrengthsOf(conditions_.stack));
+    kind_ = KindOf(conditions_);
     auto session = service_.engine().OpenSession(std::move(conditions_), std::move(announced_), cancel_);
     if (!session.ok()) return End(session.status());
     session_ = std::move(*session);
+    service_.metrics().ObserveEffectiveRank(EffectiveRank(session_->stack()));
     v1::Accepted& accepted = *response.mutable_accepted();
     accepted.set_partition(ToProto(service_.engine().model().partition));
     accepted.set_base_fingerprint(service_.engine().model().fingerprint);
@@ -318,10 +413,14 @@ class EvaluateCall final : public StreamCall<v1::EvaluateRequest, v1::EvaluateRe
       }
     }
     auto velocity = session_->Evaluate(spec, cancel_);
-    if (!velocity.ok()) return End(velocity.status());
-    service_.metrics().denoise_steps.Increment();
+    if (!velocity.ok()) {
+      // What is refused was not begun.
+      if (!absl::IsInvalidArgument(velocity.status()))
+        service_.metrics().CountUnfinishedStep(kind_.task, cancel_.IsCancelled() ? "cancelled" : "failed");
+      return End(velocity.status());
+    }
     const double seconds = absl::ToDoubleSeconds(absl::Now() - begin);
-    service_.metrics().step_seconds.Observe(seconds);
+    service_.metrics().CountStep(kind_, seconds);
     v1::EvaluateResponse response;
     v1::EvaluationResult& result = *response.mutable_result();
     for (const HostTensor& tensor : *velocity) *result.add_tensors() = SpecOf(tensor);
@@ -336,7 +435,9 @@ class EvaluateCall final : public StreamCall<v1::EvaluateRequest, v1::EvaluateRe
   }
 
   void End(const absl::Status& status) {
+    const bool held = session_ != nullptr;
     session_.reset();
+    if (held) end_.DeviceFree();
     const absl::Status health = service_.CheckHealth();
     Conclude(health.ok() ? status : health);
   }
@@ -359,7 +460,7 @@ class EvaluateCall final : public StreamCall<v1::EvaluateRequest, v1::EvaluateRe
 
   // On any thread. The first counts.
   void Conclude(const absl::Status& status) {
-    if (!counted_.exchange(true)) service_.metrics().CountRequest(std::string(CodeName(status.code())));
+    end_.Concluded(status);
     Close(status);
   }
 
@@ -371,11 +472,12 @@ class EvaluateCall final : public StreamCall<v1::EvaluateRequest, v1::EvaluateRe
   std::vector<std::pair<float, float>> announced_;
   v1::Evaluation evaluation_;
   bool posted_ = false;
-  std::atomic<bool> counted_{false};
+  CallEnd end_;
   // Written by the device thread while no read is outstanding, and by reactions while the device has nothing of this session.
   bool ready_ = false;
   // On the device thread:
   std::unique_ptr<Session> session_;
+  StepKind kind_;
   int64_t count_ = 0;
 };
 

@@ -12,7 +12,7 @@ absl::Status Dispatcher::Submit(PendingRequest request) {
   absl::MutexLock lock(&mu_);
   if (QueuedLocked() >= capacity_) {
     double seconds = 1;
-    for (const auto& [id, running] : running_) seconds = std::max(seconds, running.work * seconds_per_work_);
+    for (const auto& [id, running] : running_) seconds = std::max(seconds, running.request.work * seconds_per_work_);
     return Refuse(absl::StatusCode::kResourceExhausted, reason::kQueueFull,
                   absl::StrCat("the queue is full (", capacity_, " requests wait); try again later"),
                   {{"retry_seconds", absl::StrCat(static_cast<int64_t>(seconds) + 1)}, {"capacity", absl::StrCat(capacity_)}});
@@ -30,14 +30,15 @@ void Dispatcher::Release(RequestId id) {
   }
 }
 
-std::vector<Assignment> Dispatcher::Dispatch() {
+std::vector<Assignment> Dispatcher::Dispatch(absl::Time now) {
   absl::MutexLock lock(&mu_);
   std::vector<Assignment> assignments;
   for (std::deque<Waiting>& queue : queues_) {
     for (auto waiting = queue.begin(); waiting != queue.end();) {
       PendingRequest& request = waiting->request;
       const auto worker = std::find_if(workers_.begin(), workers_.end(), [&](const auto& entry) {
-        return !entry.second.running.has_value() && entry.second.fingerprint == request.fingerprint;
+        return !entry.second.running.has_value() && entry.second.fingerprint == request.fingerprint &&
+               Fits(entry.second, request);
       });
       if (waiting->held || worker == workers_.end()) {
         ++waiting;
@@ -45,7 +46,7 @@ std::vector<Assignment> Dispatcher::Dispatch() {
       }
       worker->second.running = request.id;
       assignments.push_back({request.id, worker->first});
-      running_.emplace(request.id, std::move(request));
+      running_[request.id] = {std::move(request), now};
       waiting = queue.erase(waiting);
     }
   }
@@ -66,21 +67,50 @@ bool Dispatcher::Remove(RequestId id) {
 void Dispatcher::Finished(RequestId id, std::optional<double> seconds) {
   constexpr double kWeight = 0.3;  // Of the newest sample: follows a change of load within a few requests.
   absl::MutexLock lock(&mu_);
-  const auto request = running_.find(id);
-  if (request == running_.end()) return;
-  if (seconds.has_value() && request->second.work > 0) {
-    const double sample = *seconds / request->second.work;
+  const auto running = running_.find(id);
+  if (running == running_.end()) return;
+  if (seconds.has_value() && running->second.request.work > 0) {
+    const double sample = *seconds / running->second.request.work;
     seconds_per_work_ = seconds_per_work_ == 0 ? sample : (1 - kWeight) * seconds_per_work_ + kWeight * sample;
   }
-  running_.erase(request);
+  running_.erase(running);
   for (auto& [name, worker] : workers_) {
     if (worker.running == id) worker.running.reset();
   }
 }
 
-void Dispatcher::WorkerReady(const WorkerId& worker, const std::string& fingerprint) {
+void Dispatcher::WorkerReady(const WorkerId& worker, const std::string& fingerprint, WorkerMemory memory) {
   absl::MutexLock lock(&mu_);
   workers_[worker].fingerprint = fingerprint;
+  workers_[worker].memory = std::move(memory);
+}
+
+bool Dispatcher::Fits(const Worker& worker, const PendingRequest& request) {
+  if (!worker.memory.shared) return true;  // What can never fit was refused at its admission.
+  ByteCount needed = request.bytes;
+  for (const NeededAdapter& adapter : request.adapters) {
+    if (!worker.memory.pinned.contains(adapter.digest)) needed += adapter.bytes;
+  }
+  return needed <= worker.memory.headroom;
+}
+
+bool Dispatcher::FitsNow(const PendingRequest& request) const {
+  absl::MutexLock lock(&mu_);
+  return std::any_of(workers_.begin(), workers_.end(), [&](const auto& entry) {
+    return entry.second.fingerprint == request.fingerprint && Fits(entry.second, request);
+  });
+}
+
+std::vector<PendingRequest> Dispatcher::Next(size_t count) const {
+  absl::MutexLock lock(&mu_);
+  std::vector<PendingRequest> next;
+  for (const std::deque<Waiting>& queue : queues_) {
+    for (const Waiting& waiting : queue) {
+      if (next.size() == count) return next;
+      next.push_back(waiting.request);
+    }
+  }
+  return next;
 }
 
 void Dispatcher::WorkerGone(const WorkerId& worker) {
@@ -104,7 +134,7 @@ std::optional<Dispatcher::Place> Dispatcher::PlaceOf(RequestId id) const {
 std::vector<Dispatcher::Place> Dispatcher::PlacesLocked() const {
   std::vector<Place> places;
   double before = 0;
-  for (const auto& [id, running] : running_) before += running.work;
+  for (const auto& [id, running] : running_) before += running.request.work;
   const double workers = std::max<double>(1, static_cast<double>(workers_.size()));
   for (const std::deque<Waiting>& queue : queues_) {
     for (const Waiting& waiting : queue) {
@@ -113,6 +143,23 @@ std::vector<Dispatcher::Place> Dispatcher::PlacesLocked() const {
     }
   }
   return places;
+}
+
+Dispatcher::Figures Dispatcher::FiguresAt(absl::Time now) const {
+  absl::MutexLock lock(&mu_);
+  Figures figures;
+  for (size_t i = 0; i < kPriorityClasses; ++i) {
+    figures.queued[i] = queues_[i].size();
+    for (const Waiting& waiting : queues_[i]) {
+      figures.work_seconds += waiting.request.work * seconds_per_work_;
+      figures.oldest = std::min(figures.oldest.value_or(absl::InfiniteFuture()), waiting.request.enqueued);
+    }
+  }
+  for (const auto& [id, running] : running_) {
+    const double passed = absl::ToDoubleSeconds(now - running.started);
+    figures.work_seconds += std::max(0.0, running.request.work * seconds_per_work_ - passed);
+  }
+  return figures;
 }
 
 size_t Dispatcher::queued(PriorityClass priority) const {

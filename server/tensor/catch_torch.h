@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 
 #include <exception>
+#include <string>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
@@ -11,6 +12,9 @@
 #include "server/base/error.h"
 
 namespace h3 {
+
+// The detail that tells an allocation that failed from a refusal beforehand.
+inline constexpr char kFailedAllocation[] = "failed_allocation";
 
 // `fn` returns an absl::Status or an absl::StatusOr<T>. Out of memory becomes RESOURCE_EXHAUSTED / VRAM_EXCEEDED, everything
 // else INTERNAL.
@@ -20,7 +24,7 @@ auto CatchTorch(absl::string_view what, F&& fn) -> decltype(fn()) {
     return fn();
   } catch (const c10::OutOfMemoryError& e) {
     return Refuse(absl::StatusCode::kResourceExhausted, reason::kVramExceeded,
-                  absl::StrCat(what, ": ", e.what_without_backtrace()));
+                  absl::StrCat(what, ": ", e.what_without_backtrace()), {{kFailedAllocation, std::string(what)}});
   } catch (const c10::Error& e) {
     return absl::InternalError(absl::StrCat(what, ": ", e.what_without_backtrace()));
   } catch (const std::exception& e) {

@@ -27,6 +27,7 @@ static_assert(sizeof(BlockHeader) == 64);
 
 constexpr int64_t kNoLimit = INT64_MAX;
 std::atomic<int64_t> allocation_limit{kNoLimit};
+std::atomic<int64_t> counted_bytes{0};
 std::atomic<bool> observed{false};  // Keeps the common path free of the shared pointer's lock.
 std::atomic<std::shared_ptr<const std::function<void(ByteCount)>>> allocation_observer;
 
@@ -54,6 +55,7 @@ class CountingAllocator final : public c10::Allocator {
                      "the machine has no ", bytes, " bytes left");
     auto* header = new (block) BlockHeader{bytes, OwnerScope::Current(), kMagic};
     CpuLedger()->Add(header->owner, ByteCount(bytes));
+    counted_bytes.fetch_add(bytes, std::memory_order_relaxed);
     void* data = header + 1;
     return {data, data, &Free, c10::Device(c10::DeviceType::CPU)};
   }
@@ -68,6 +70,7 @@ class CountingAllocator final : public c10::Allocator {
     auto* header = static_cast<BlockHeader*>(data) - 1;
     H3_CHECK(header->magic == kMagic);
     CpuLedger()->Remove(header->owner, ByteCount(header->bytes));
+    counted_bytes.fetch_sub(header->bytes, std::memory_order_relaxed);
     header->magic = 0;
     std::free(header);
   }
@@ -84,6 +87,8 @@ VramLedger& InstallCountingAllocator() {
   }();
   return *installed;
 }
+
+ByteCount CountedBytes() { return ByteCount(counted_bytes.load(std::memory_order_relaxed)); }
 
 void SetAllocationLimit(std::optional<ByteCount> limit) {
   allocation_limit.store(limit.has_value() ? limit->value() : kNoLimit, std::memory_order_relaxed);

@@ -15,11 +15,14 @@ namespace h3 {
 // the OwnerScope of the allocating thread; a free on another thread gives them back to the same owner.
 VramLedger& InstallCountingAllocator();
 
+// Live bytes that were allocated through it: without mapped files. Any thread.
+ByteCount CountedBytes();
+
 // From now on an allocation that would take `used` above `limit` throws c10::OutOfMemoryError. nullopt: no limit.
 void SetAllocationLimit(std::optional<ByteCount> limit);
 
 // Called for each allocation with its size, on the allocating thread, before it happens; null: nobody. For tests that look for
-// weight-sized allocations; it must not allocate tensors.
+// weight-sized allocations, or make one fail by throwing c10::OutOfMemoryError; it must not allocate tensors.
 void SetAllocationObserver(std::function<void(ByteCount)> observer);
 
 // Counts memory that is not allocated through LibTorch (mapped checkpoint files) while alive.

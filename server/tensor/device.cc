@@ -6,12 +6,15 @@
 
 #include <algorithm>
 #include <fstream>
+#include <sstream>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "server/base/error.h"
 #include "server/base/status_macros.h"
 #include "server/tensor/catch_torch.h"
+#include "server/tensor/counting_allocator.h"
+#include "server/tensor/reported_allocations.h"
 
 namespace h3 {
 namespace {
@@ -67,6 +70,40 @@ absl::StatusOr<DeviceCapacity> ProbeDevice(c10::Device device, ByteCount used, s
     capacity.free = std::min(capacity.free, std::max(ByteCount(0), *limit - used));
   }
   return capacity;
+}
+
+VramLedger& LedgerOf(c10::Device device) { return device.is_cpu() ? InstallCountingAllocator() : ReportAllocations(device); }
+
+AllocatorFigures ProbeAllocator(c10::Device device) {
+  if (device.is_cpu()) {
+    const ByteCount allocated = CountedBytes();
+    return {.allocated = allocated, .reserved = allocated, .active = allocated};
+  }
+  AllocatorFigures figures;
+  CatchTorch("allocator statistics", [&]() -> absl::Status {
+    const auto stats = at::accelerator::getDeviceStats(device.index());
+    const auto current = [](const auto& array) { return ByteCount(array[static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE)].current); };
+    figures = {current(stats.allocated_bytes), current(stats.reserved_bytes), current(stats.active_bytes),
+               current(stats.inactive_split_bytes), stats.num_alloc_retries};
+    return absl::OkStatus();
+  }).IgnoreError();
+  return figures;
+}
+
+HostFigures ProbeHost() {
+  HostFigures figures;
+  std::ifstream status("/proc/self/status");
+  std::string key;
+  int64_t kib = 0;
+  for (std::string line; std::getline(status, line);) {
+    std::istringstream words(line);
+    if (!(words >> key >> kib)) continue;
+    const ByteCount bytes(kib << 10);
+    if (key == "VmRSS:") figures.resident = bytes;
+    if (key == "RssAnon:") figures.anonymous = bytes;
+    if (key == "RssFile:") figures.file = bytes;
+  }
+  return figures;
 }
 
 std::optional<c10::ScalarType> ToScalarType(DType dtype) {

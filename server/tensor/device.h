@@ -10,6 +10,7 @@
 #include "absl/status/statusor.h"
 #include "server/base/bytes.h"
 #include "server/format/dtype.h"
+#include "server/vram/memory_report.h"
 
 namespace h3 {
 
@@ -25,6 +26,16 @@ struct DeviceCapacity {
 // CPU: total is the least of `limit`, the cgroup's limit and MemTotal; free is total - `used` (the ledger's). Accelerator: the
 // driver's figures, total capped by `limit`.
 absl::StatusOr<DeviceCapacity> ProbeDevice(c10::Device device, ByteCount used, std::optional<ByteCount> limit);
+
+// The ledger of the device's memory, fed from now on by what allocates there. On the thread that will own the device, before its
+// first tensor.
+VramLedger& LedgerOf(c10::Device device);
+
+// What the allocator under the device's tensors says now. Zeros where it says nothing. Any thread.
+AllocatorFigures ProbeAllocator(c10::Device device);
+
+// This process in host memory, from the kernel. Any thread.
+HostFigures ProbeHost();
 
 // nullopt for dtypes that no tensor of ours has.
 std::optional<c10::ScalarType> ToScalarType(DType dtype);

@@ -19,6 +19,9 @@
 namespace h3 {
 namespace {
 
+// Of float32 rows that are compared at a time.
+constexpr int64_t kAuditBytes = int64_t{16} << 20;
+
 bool IsInterleavedQkv(const Checkpoint& checkpoint, absl::string_view name) {
   return checkpoint.qkv_layout == QkvLayout::kInterleaved && absl::EndsWith(name, "attn.qkv_proj.weight");
 }
@@ -56,7 +59,8 @@ absl::StatusOr<std::unique_ptr<StoredWeights>> StoredWeights::Load(const Checkpo
   int64_t mapped_bytes = 0;
   H3_RETURN_IF_ERROR(CatchTorch("load weights", [&]() -> absl::Status {
     for (const auto& [name, tensor] : checkpoint.tensors) {
-      const std::optional<c10::ScalarType> wanted = options.dtype ? options.dtype(name) : std::nullopt;
+      const bool on_host = options.on_host && options.on_host(name);
+      const DType wanted = options.dtype && !on_host ? options.dtype(name, tensor) : tensor.dtype;
       for (const StoredRows& piece : tensor.pieces) {
         MappedFile& file = *weights->files_[static_cast<size_t>(piece.file)];
         const auto stored = ToScalarType(piece.tensor.dtype);
@@ -69,16 +73,16 @@ absl::StatusOr<std::unique_ptr<StoredWeights>> StoredWeights::Load(const Checkpo
         shape.front() = piece.rows;
         char* data = const_cast<char*>(file.data()) + piece.tensor.offset + piece.row_begin * row_bytes;
         at::Tensor mapped = at::from_blob(data, shape, at::TensorOptions().dtype(*stored));
-        const c10::ScalarType dtype = wanted.value_or(*stored);
-        const bool stays_mapped = options.device.is_cpu() && !options.copy && dtype == *stored;
+        const c10::ScalarType dtype = *ToScalarType(wanted);
+        const bool stays_mapped = on_host || (options.device.is_cpu() && !options.copy && dtype == *stored);
         at::Tensor resident = mapped;
         if (!stays_mapped) {
           resident = at::empty(shape, at::TensorOptions().device(options.device).dtype(dtype));
           resident.copy_(mapped);
         }
         const ByteCount bytes(static_cast<int64_t>(resident.nbytes()));
-        if (stays_mapped) mapped_bytes += bytes.value();
-        weights->bytes_ += bytes;
+        if (stays_mapped && !on_host) mapped_bytes += bytes.value();
+        (on_host ? weights->host_bytes_ : weights->bytes_) += bytes;
         weights->parameters_ += resident.numel();
         weights->versions_[name].push_back(resident._version());
         weights->tensors_[name].push_back(std::move(resident));
@@ -102,22 +106,56 @@ const at::Tensor& StoredWeights::Single(const std::string& name) const {
   return pieces.front();
 }
 
-std::string StoredWeights::Fingerprint() const {
+std::string StoredWeights::DigestOf(const std::string& name, const CheckpointTensor& tensor) const {
+  Sha256 sha;
+  sha.Update(absl::StrCat(name, "|", DTypeName(tensor.dtype), "|", absl::StrJoin(tensor.shape, ","), "|"));
+  HashRows(tensor, files_, IsInterleavedQkv(checkpoint_, name), checkpoint_.geometry, sha);
+  return sha.Finish();
+}
+
+std::string StoredWeights::Fingerprint() {
   std::vector<const std::pair<const std::string, CheckpointTensor>*> entries;
   for (const auto& entry : checkpoint_.tensors) entries.push_back(&entry);
   std::vector<std::string> digests(entries.size());
   at::parallel_for(0, static_cast<int64_t>(entries.size()), 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const auto& [name, tensor] = *entries[static_cast<size_t>(i)];
-      Sha256 sha;
-      sha.Update(absl::StrCat(name, "|", DTypeName(tensor.dtype), "|", absl::StrJoin(tensor.shape, ","), "|"));
-      HashRows(tensor, files_, IsInterleavedQkv(checkpoint_, name), checkpoint_.geometry, sha);
-      digests[static_cast<size_t>(i)] = sha.Finish();
+      digests[static_cast<size_t>(i)] = DigestOf(name, tensor);
     }
   });
   Sha256 all;
-  for (const std::string& digest : digests) all.Update(digest);
+  for (size_t i = 0; i < entries.size(); ++i) {
+    all.Update(digests[i]);
+    digests_[entries[i]->first] = digests[i];
+  }
   return all.FinishHex();
+}
+
+absl::Status StoredWeights::AuditNext() {
+  if (digests_.empty()) return absl::OkStatus();
+  auto entry = checkpoint_.tensors.upper_bound(audited_);
+  if (entry == checkpoint_.tensors.end()) entry = checkpoint_.tensors.begin();
+  const auto& [name, tensor] = *entry;
+  audited_ = name;
+  const auto lost = [&](absl::string_view what) { return absl::DataLossError(absl::StrCat("base weight ", name, " ", what)); };
+  if (DigestOf(name, tensor) != digests_.at(name)) return lost("is not what was loaded");
+  const OwnerScope owner(Owner::kWorkspace);
+  const std::vector<at::Tensor>& held = tensors_.at(name);
+  for (size_t i = 0; i < tensor.pieces.size(); ++i) {
+    const StoredRows& piece = tensor.pieces[i];
+    const int64_t row_bytes = piece.tensor.bytes / std::max<int64_t>(1, piece.tensor.shape.front());
+    char* data = const_cast<char*>(files_[static_cast<size_t>(piece.file)]->data()) + piece.tensor.offset + piece.row_begin * row_bytes;
+    if (held[i].device().is_cpu() && held[i].const_data_ptr() == data) continue;  // Hashed above.
+    const at::Tensor mapped = at::from_blob(data, held[i].sizes(), at::TensorOptions().dtype(*ToScalarType(piece.tensor.dtype)));
+    const int64_t rows = std::max<int64_t>(1, kAuditBytes / std::max<int64_t>(1, 4 * held[i].numel() / std::max<int64_t>(1, piece.rows)));
+    for (int64_t row = 0; row < piece.rows; row += rows) {
+      const int64_t count = std::min(rows, piece.rows - row);
+      if (!held[i].narrow(0, row, count).to(at::kCPU).equal(mapped.narrow(0, row, count).to(held[i].scalar_type()))) {
+        return lost("differs on the device from what was loaded");
+      }
+    }
+  }
+  return absl::OkStatus();
 }
 
 absl::Status StoredWeights::CheckUnchanged() const {

@@ -22,11 +22,13 @@ namespace h3 {
 struct StoredWeightsOptions {
   c10::Device device = c10::Device(c10::DeviceType::CPU);
   bool copy = false;  // Ignored on an accelerator, where weights are always copied.
-  // Element type of the tensor of that name; nullopt keeps the stored one. Another type than the stored one is always a copy.
-  std::function<std::optional<c10::ScalarType>(const std::string& name)> dtype;
+  // Element type of a tensor; null keeps the stored ones. Another type than the stored one is always a copy.
+  std::function<DType(const std::string& name, const CheckpointTensor& tensor)> dtype;
+  // Tensors that stay mapped in host memory in their stored type, whatever the device: no bytes of it. Null: none.
+  std::function<bool(const std::string& name)> on_host;
 };
 
-// Owns the mappings and the tensors; immutable after Load. Thread-safe.
+// Owns the mappings and the tensors, which are immutable after Load. Thread-safe, but for AuditNext.
 class StoredWeights {
  public:
   // Blocks on the disk. Everything is counted under Owner::kBaseWeights: mapped tensors with their bytes, copies by the
@@ -41,23 +43,31 @@ class StoredWeights {
 
   // Hex SHA-256 over every canonical tensor's name, shape, dtype and bytes in canonical row order, as stored: the same for the
   // same weights in any container, and other after any change of a byte. Reads everything; uses all cores.
-  std::string Fingerprint() const;
+  std::string Fingerprint();
+
+  // DATA_LOSS when the next tensor, in turn, is not what Fingerprint read: its mapped bytes hash to something else, or the copy on the
+  // device differs from them. Reads one tensor; on the device thread. OK before the first Fingerprint.
+  absl::Status AuditNext();
 
   // DATA_LOSS when a mapped file was changed in place, or when a tensor was written to (version counters). Cheap.
   absl::Status CheckUnchanged() const;
 
-  ByteCount bytes() const { return bytes_; }  // On the device.
+  ByteCount bytes() const { return bytes_; }            // On the device.
+  ByteCount host_bytes() const { return host_bytes_; }  // That stay in host memory.
   int64_t parameters() const { return parameters_; }
 
  private:
   StoredWeights() = default;
+  std::string DigestOf(const std::string& name, const CheckpointTensor& tensor) const;
 
   Checkpoint checkpoint_;
   std::vector<std::unique_ptr<MappedFile>> files_;
   std::map<std::string, std::vector<at::Tensor>> tensors_;
   std::map<std::string, std::vector<uint32_t>> versions_;
+  std::map<std::string, std::string> digests_;  // Of each tensor, from Fingerprint.
+  std::string audited_;                         // The tensor that AuditNext looked at last.
   std::optional<ExternalBytes> mapped_;
-  ByteCount bytes_;
+  ByteCount bytes_, host_bytes_;
   int64_t parameters_ = 0;
 };
 

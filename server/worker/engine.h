@@ -14,13 +14,15 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "server/base/cancellation.h"
 #include "server/format/checkpoint.h"
 #include "server/format/layout.h"
+#include "server/format/plan.h"
 #include "server/format/request.h"
 #include "server/format/schedule.h"
-#include "server/vram/ledger.h"
+#include "server/vram/memory_report.h"
 
 namespace h3 {
 
@@ -34,29 +36,12 @@ struct ModelInfo {
   std::string dtype;  // "bfloat16", "float32".
   std::string device;
   int64_t parameters = 0;
-  ByteCount weight_bytes;
+  ByteCount weight_bytes;       // On the device.
+  ByteCount host_weight_bytes;  // That stay in host memory.
+  PlanBase plan_base;           // What requests are planned by.
+  PlanOptions plan_options;
   int64_t grid_width = 0;  // Of the silu grid on a pruned base; 0: none.
   std::vector<std::string> warnings;  // What is less than exact about it.
-};
-
-struct AdapterResidency {
-  std::string name;
-  std::string digest;
-  ByteCount bytes;
-  int64_t pins = 0;
-};
-
-struct MemoryReport {
-  std::string device;
-  ByteCount total;
-  ByteCount free;
-  LedgerSnapshot ledger;
-  ByteCount last_request_peak;
-  std::vector<AdapterResidency> adapters;
-  ByteCount avoided_resident;  // What a merging runtime would hold in addition for the adapters that are pinned now.
-  int64_t base_mutations = 0;
-  std::optional<ByteCount> adapter_budget;
-  int64_t adapter_hits = 0, adapter_misses = 0, adapter_evictions = 0;
 };
 
 // What a run or a session starts from. Tensors by the names of proto/h3/v1/generation.proto.
@@ -94,6 +79,8 @@ class Generation {
   virtual const RunTimings& timings() const = 0;
   // [device] Largest sum of owners seen while Advance ran.
   virtual ByteCount peak() const = 0;
+  // [device] The bound on peak() that it was admitted by.
+  virtual ByteCount planned_peak() const = 0;
   // [device] What a merging runtime would hold in addition for this stack.
   virtual ByteCount avoided_resident() const = 0;
 };
@@ -148,11 +135,42 @@ class Engine {
   // [device] Bytes freed. FAILED_PRECONDITION / IN_USE while pinned; NOT_FOUND / UNKNOWN_ADAPTER when not resident.
   virtual absl::StatusOr<ByteCount> UnloadAdapter(const std::string& digest) = 0;
 
+  // [any] Reads the content of an adapter into the host tier; blocks on the disk. Does nothing where it is there or does not fit.
+  virtual absl::Status PrefetchAdapter(const StackEntry& entry) = 0;
+  // [device] Between requests: reads a sampled part of the base again. Tells the observer; a change ends up in Health().
+  virtual void AuditBase() = 0;
+
   // [any]
   virtual const ModelInfo& model() const = 0;
   virtual MemoryReport Memory() const = 0;
   // [any] OK, or the fatal fault that ends this worker: the base changed under it, or the device failed.
   virtual absl::Status Health() const = 0;
+};
+
+// What one stack is to the one that ran before it: the first of these that holds.
+enum class StackChange {
+  kNone,        // The same adapters, strengths and order.
+  kActivate,    // The same and more.
+  kDeactivate,  // A part of it.
+  kReorder,     // The same adapters and strengths in another order.
+  kStrength,    // The same adapters.
+  kReplace,     // Anything else.
+};
+
+// Told of what happens inside, for metrics. Called on the device thread; must not block.
+class EngineObserver {
+ public:
+  virtual ~EngineObserver() = default;
+  // An adapter was brought to the device.
+  virtual void AdapterLoaded(AdapterSource source, absl::Duration took, ByteCount bytes) = 0;
+  // A request's stack is in place. `slowest`: where the slowest of its adapters came from; `avoided_write`: the weight bytes that a
+  // merging runtime would have written to get from the last stack to this one.
+  virtual void StackInPlace(StackChange change, AdapterSource slowest, absl::Duration took, ByteCount avoided_write) = 0;
+  virtual void StackRefused(StackChange change) = 0;
+  // `phase`: "load", "prepare", "denoise" or "result". An allocation failed though the request had been admitted.
+  virtual void OutOfMemory(absl::string_view phase) = 0;
+  // A part of the base was read again and compared with what was loaded.
+  virtual void BaseVerified(bool unchanged) = 0;
 };
 
 struct EngineOptions {
@@ -167,6 +185,11 @@ struct EngineOptions {
   bool copy_weights = false;    // --weights copy.
   CheckpointOptions checkpoint;
   std::optional<ByteCount> device_memory;  // Default: what the machine allows.
+  ByteCount host_adapter_memory = ByteCount(int64_t{4} << 30);  // Content of adapters that is kept in host memory.
+  ByteCount workspace = ByteCount(int64_t{256} << 20);          // That the temporaries of a row tile may take.
+  ByteCount modulation_cache = ByteCount(int64_t{512} << 20);   // Base modulations that are kept across requests.
+  bool adaln_on_host = false;                                   // --adaln-residency host.
+  EngineObserver* observer = nullptr;                           // Outlives the engine; null: nobody.
 };
 
 // Loads the model; blocks for as long as that takes. Defined in worker/h3_engine.cc, the one implementation that links

@@ -33,7 +33,8 @@ class H3Generation final : public Generation {
       }
     }
     H3_RETURN_IF_ERROR(CheckStack(spec.conditions.stack, run->schedule_.evaluations()));
-    H3_ASSIGN_OR_RETURN(run->prepared_, Prepared::Make(engine.resident(), engine.store(), std::move(spec.conditions)));
+    H3_ASSIGN_OR_RETURN(run->prepared_, Prepared::Make(engine, std::move(spec.conditions), run->schedule_.evaluations()));
+    run->planned_peak_ = run->prepared_->planned_peak();
     const Layout& layout = run->prepared_->layout();
     const std::vector<int64_t> video_shape = {1, g.video_channels, layout.latent_frames, layout.latent_height, layout.latent_width};
     if (spec.seed.has_value()) {
@@ -63,7 +64,7 @@ class H3Generation final : public Generation {
       return ready_ ? Step(cancel) : Prepare(cancel);
     });
     peak_ = std::max(peak_, engine_.ledger().Snapshot().peak);
-    H3_RETURN_IF_ERROR(status);
+    H3_RETURN_IF_ERROR(engine_.Observed(ready_ ? "denoise" : "prepare", status));
     H3_RETURN_IF_ERROR(engine_.CheckBase());
     const absl::Duration took = absl::Now() - start;
     if (ready_ && next_ == 0) {
@@ -76,7 +77,7 @@ class H3Generation final : public Generation {
 
   absl::StatusOr<std::vector<HostTensor>> TakeResult() override {
     const c10::InferenceMode inference;
-    return CatchTorch("result", [&]() -> absl::StatusOr<std::vector<HostTensor>> {
+    auto taken = CatchTorch("result", [&]() -> absl::StatusOr<std::vector<HostTensor>> {
       H3_CHECK(next_ == schedule_.evaluations() && prepared_ != nullptr);
       H3_RETURN_IF_ERROR(CheckResult(video_, audio_));
       std::vector<HostTensor> result;
@@ -101,11 +102,14 @@ class H3Generation final : public Generation {
       engine_.SetLastPeak(peak_);
       return result;
     });
+    engine_.Observed("result", taken.status()).IgnoreError();
+    return taken;
   }
 
   const std::vector<ResolvedAdapter>& stack() const override { return prepared_ != nullptr ? prepared_->resolved() : resolved_; }
   const RunTimings& timings() const override { return timings_; }
   ByteCount peak() const override { return peak_; }
+  ByteCount planned_peak() const override { return planned_peak_; }
   ByteCount avoided_resident() const override { return prepared_ != nullptr ? prepared_->stack().MergedBytes() : avoided_; }
 
  private:
@@ -163,7 +167,7 @@ class H3Generation final : public Generation {
   bool ready_ = false;
   int64_t next_ = 0;
   RunTimings timings_;
-  ByteCount peak_;
+  ByteCount peak_, planned_peak_;
   ByteCount avoided_;
   std::vector<ResolvedAdapter> resolved_;
 };

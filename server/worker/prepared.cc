@@ -7,6 +7,7 @@
 
 #include "absl/memory/memory.h"
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "server/base/check.h"
 #include "server/base/status_macros.h"
 #include "server/vram/ledger.h"
@@ -19,9 +20,6 @@ namespace {
 // [rows, 2 ffn] stays far inside int64.
 constexpr int64_t kMaxRows = 1'000'000;
 
-// A run's modulations are computed together up to this many bytes, then in groups of evaluations.
-constexpr int64_t kModulationBytes = int64_t{512} << 20;
-
 }  // namespace
 
 at::Tensor PatchifyLatent(const at::Tensor& latent, c10::Device device) {
@@ -32,9 +30,10 @@ at::Tensor PatchifyLatent(const at::Tensor& latent, c10::Device device) {
   return rows.to(device);
 }
 
-absl::StatusOr<std::unique_ptr<Prepared>> Prepared::Make(const ResidentModel& model, AdapterStore& store, Conditions conditions) {
+absl::StatusOr<std::unique_ptr<Prepared>> Prepared::Make(H3Engine& engine, Conditions conditions, int64_t evaluations) {
   const OwnerScope owner(Owner::kActivations);
-  auto prepared = absl::WrapUnique(new Prepared(model, std::move(conditions)));
+  const ResidentModel& model = engine.resident();
+  auto prepared = absl::WrapUnique(new Prepared(engine, std::move(conditions)));
   const Conditions& given = prepared->conditions_;
   const Geometry& g = model.geometry();
   H3_RETURN_IF_ERROR(CheckLayout(given.layout, kMaxRows));
@@ -43,6 +42,14 @@ absl::StatusOr<std::unique_ptr<Prepared>> Prepared::Make(const ResidentModel& mo
   RequestTensors tensors(given.tensors, model.device());
   H3_ASSIGN_OR_RETURN(const std::vector<int64_t> tags, tensors.Integers("text_token_tags", given.layout.text_tokens));
   H3_ASSIGN_OR_RETURN(Packing packing, Pack(given.layout, tags));
+  const absl::Time start = absl::Now();
+  auto stack = Stack::Build(model, engine.store(), given.stack, [&](const Stack& pinned) -> absl::Status {
+    H3_ASSIGN_OR_RETURN(prepared->admitted_, engine.Admit(pinned, given.layout, evaluations));
+    return absl::OkStatus();
+  });
+  engine.OnStack(given.stack, stack.ok() ? stack->get() : nullptr, absl::Now() - start);
+  if (!stack.ok()) return stack.status();
+  prepared->stack_ = *std::move(stack);
   H3_ASSIGN_OR_RETURN(prepared->text_, tensors.Float("text", {given.layout.text_tokens, g.text_width}, at::kFloat));
   prepared->condition_video_ = at::empty({packing.condition_video_rows, 4 * g.video_channels}, prepared->text_.options());
   prepared->condition_audio_ = at::empty({packing.condition_audio_rows, g.audio_channels}, prepared->text_.options());
@@ -64,7 +71,6 @@ absl::StatusOr<std::unique_ptr<Prepared>> Prepared::Make(const ResidentModel& mo
     row += rows;
   }
   H3_RETURN_IF_ERROR(tensors.CheckAllUsed());
-  H3_ASSIGN_OR_RETURN(prepared->stack_, Stack::Build(model, store, given.stack));
   prepared->context_ = MakePackedContext(model, std::move(packing));
   prepared->conditions_.tensors.clear();
   return prepared;
@@ -76,6 +82,8 @@ absl::Status Prepared::PrepareText(const EvaluationPlan& plan, const Cancellatio
   if (stream.defined()) return absl::OkStatus();
   const OwnerScope owner(Owner::kActivations);
   H3_ASSIGN_OR_RETURN(stream, TextStream(model_, stack_->Program(plan.index, plan.factors), text_, cancel));
+  // Merged copies and norms are in place now, and counted as what they are.
+  if (text_streams_.size() == 1) admitted_.reservation.Settle(admitted_.in_place);
   return absl::OkStatus();
 }
 
@@ -83,7 +91,7 @@ absl::Status Prepared::PrepareModulation(absl::Span<const EvaluationPlan> plans,
   H3_RETURN_IF_ERROR(stack_->Prepare(cancel));
   modulation_.reset();
   entries_.clear();
-  const int64_t most = std::max<int64_t>(1, kModulationBytes / ModulationEntryBytes(model_.geometry()));
+  const int64_t most = std::max<int64_t>(1, kModulationGroupBytes / ModulationLineBytes(model_.geometry().blocks, model_.geometry().hidden));
   for (const EvaluationPlan& plan : plans) {
     const StackProgram& program = stack_->Program(plan.index, plan.factors);
     std::vector<ModulationEntry> fresh;
@@ -94,7 +102,7 @@ absl::Status Prepared::PrepareModulation(absl::Span<const EvaluationPlan> plans,
     if (!entries_.empty() && static_cast<int64_t>(entries_.size() + fresh.size()) > most) break;
     entries_.insert(entries_.end(), fresh.begin(), fresh.end());
   }
-  H3_ASSIGN_OR_RETURN(modulation_, ComputeModulation(model_, entries_, cancel));
+  H3_ASSIGN_OR_RETURN(modulation_, ComputeModulation(model_, entries_, &engine_.modulations(), cancel));
   return absl::OkStatus();
 }
 

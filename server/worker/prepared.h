@@ -18,6 +18,7 @@
 #include "server/model/forward.h"
 #include "server/model/resident_model.h"
 #include "server/worker/engine.h"
+#include "server/worker/h3_engine.h"
 
 namespace h3 {
 
@@ -34,14 +35,16 @@ at::Tensor PatchifyLatent(const at::Tensor& latent, c10::Device device);
 
 class Prepared {
  public:
-  // Checks the conditions against the model (BAD_LAYOUT, BAD_TENSOR, BASE_MISMATCH, NOT_FINITE), packs them, copies them to the
-  // device and pins the stack. Computes nothing yet.
-  static absl::StatusOr<std::unique_ptr<Prepared>> Make(const ResidentModel& model, AdapterStore& store, Conditions conditions);
+  // Checks the conditions against the model (BAD_LAYOUT, BAD_TENSOR, BASE_MISMATCH, NOT_FINITE), packs them, pins the stack, reserves
+  // the memory of `evaluations` of them (0: a session) and copies them to the device. VRAM_EXCEEDED as Admission::Reserve.
+  static absl::StatusOr<std::unique_ptr<Prepared>> Make(H3Engine& engine, Conditions conditions, int64_t evaluations);
 
   const Layout& layout() const { return conditions_.layout; }
   const Packing& packing() const { return context_.packing; }
   const Stack& stack() const { return *stack_; }
   const std::vector<ResolvedAdapter>& resolved() const { return stack_->resolved(); }
+  // The bound on the device's peak that it was admitted by.
+  ByteCount planned_peak() const { return admitted_.planned_peak; }
   // The conditions as they came, float32 rows on the device: [condition video rows, 4 C], [condition audio rows, C].
   const at::Tensor& condition_video() const { return condition_video_; }
   const at::Tensor& condition_audio() const { return condition_audio_; }
@@ -61,10 +64,13 @@ class Prepared {
   // The line of modulation_ that each packed row takes; nullopt while one is not computed.
   std::optional<std::vector<int64_t>> RowLines(const EvaluationPlan& plan);
 
-  Prepared(const ResidentModel& model, Conditions conditions) : model_(model), conditions_(std::move(conditions)) {}
+  Prepared(H3Engine& engine, Conditions conditions)
+      : engine_(engine), model_(engine.resident()), conditions_(std::move(conditions)) {}
 
+  H3Engine& engine_;
   const ResidentModel& model_;
   Conditions conditions_;
+  H3Engine::Admitted admitted_;  // Before what it is for: memory is given back when it is free.
   std::unique_ptr<Stack> stack_;
   PackedContext context_;
   at::Tensor text_;  // [tokens, text width], as it came.

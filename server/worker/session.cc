@@ -33,7 +33,7 @@ class H3Session final : public Session {
     const c10::InferenceMode inference;
     const OwnerScope owner(Owner::kActivations);
     engine_.ledger().ResetPeak();
-    return CatchTorch("evaluate", [&]() -> absl::StatusOr<std::vector<HostTensor>> {
+    auto answer = CatchTorch("evaluate", [&]() -> absl::StatusOr<std::vector<HostTensor>> {
       if (!spec.factors.empty() && spec.factors.size() != prepared_->resolved().size()) {
         return RefuseArgument(reason::kBadStrength, absl::StrCat(spec.factors.size(), " factors for a stack of ",
                                                                  prepared_->resolved().size(), "; give one an entry"));
@@ -52,6 +52,8 @@ class H3Session final : public Session {
       result.push_back(ToHost("audio", velocity.audio));
       return result;
     });
+    engine_.Observed("denoise", answer.status()).IgnoreError();
+    return answer;
   }
 
   const std::vector<ResolvedAdapter>& stack() const override { return prepared_->resolved(); }
@@ -93,7 +95,7 @@ absl::StatusOr<std::unique_ptr<Session>> MakeSession(H3Engine& engine, Condition
                                                      const CancellationToken& cancel) {
   const c10::InferenceMode inference;
   return CatchTorch("session", [&]() -> absl::StatusOr<std::unique_ptr<Session>> {
-    H3_ASSIGN_OR_RETURN(auto prepared, Prepared::Make(engine.resident(), engine.store(), std::move(conditions)));
+    H3_ASSIGN_OR_RETURN(auto prepared, Prepared::Make(engine, std::move(conditions), 0));
     auto session = std::make_unique<H3Session>(engine, std::move(prepared));
     H3_RETURN_IF_ERROR(session->Open(announced, cancel));
     return session;

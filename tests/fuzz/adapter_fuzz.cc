@@ -130,7 +130,7 @@ void CheckTerm(const SafetensorsHeader& header, const AdapterManifest& manifest,
 void CheckManifest(const SafetensorsHeader& header, const AdapterManifest& manifest, const Geometry& geometry,
                    const Choice& choice) {
   H3_CHECK(!manifest.terms.empty() || !manifest.norm_offsets.empty() || manifest.curve.has_value());
-  H3_CHECK(manifest.device_bytes >= 0);
+  H3_CHECK(ShapeOf(manifest, {.geometry = geometry}).bytes >= ByteCount(0));
   H3_CHECK(manifest.left_out.empty() || !choice.options.leave_out.empty());
   const std::vector<Site> sites = Sites(geometry);
   int previous = 0;

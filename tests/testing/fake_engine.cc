@@ -48,6 +48,7 @@ class FakeGeneration final : public Generation {
   const std::vector<ResolvedAdapter>& stack() const override { return stack_; }
   const RunTimings& timings() const override { return timings_; }
   ByteCount peak() const override { return MiB(3); }
+  ByteCount planned_peak() const override { return MiB(4); }
   ByteCount avoided_resident() const override { return MiB(2); }
 
  private:
@@ -99,6 +100,8 @@ FakeEngine::FakeEngine(int64_t result_bytes) : result_bytes_(result_bytes) {
                      .curve_rows = 0,
                      .rope_frequencies = 3};
   model_.weight_bytes = MiB(1);
+  model_.plan_base = {.form = {.geometry = model_.geometry, .compute = DType::kF32},
+                      .site_bytes = std::vector<int64_t>(Sites(model_.geometry).size(), 4)};
 }
 
 void FakeEngine::HoldSteps() {
@@ -146,6 +149,17 @@ std::optional<GenerationSpec> FakeEngine::last_generation() const {
 std::optional<EvaluationSpec> FakeEngine::last_evaluation() const {
   absl::MutexLock lock(&mu_);
   return last_evaluation_;
+}
+
+bool FakeEngine::WaitForPrefetched(size_t count) {
+  const auto reached = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return prefetched_.size() >= count; };
+  absl::MutexLock lock(&mu_);
+  return mu_.AwaitWithTimeout(absl::Condition(&reached), kPatience);
+}
+
+std::vector<std::string> FakeEngine::prefetched() const {
+  absl::MutexLock lock(&mu_);
+  return prefetched_;
 }
 
 std::optional<StackEntry> FakeEngine::last_adapter() const {
@@ -199,6 +213,14 @@ absl::StatusOr<ByteCount> FakeEngine::UnloadAdapter(const std::string& digest) {
   resident_.erase(at);
   return freed;
 }
+
+absl::Status FakeEngine::PrefetchAdapter(const StackEntry& entry) {
+  absl::MutexLock lock(&mu_);
+  prefetched_.push_back(entry.adapter);
+  return absl::OkStatus();
+}
+
+void FakeEngine::AuditBase() { CheckThread(); }
 
 MemoryReport FakeEngine::Memory() const {
   absl::MutexLock lock(&mu_);

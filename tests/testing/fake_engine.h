@@ -48,6 +48,10 @@ class FakeEngine final : public Engine {
   // The last that LoadAdapter or MeasureAdapter got.
   std::optional<StackEntry> last_adapter() const ABSL_LOCKS_EXCLUDED(mu_);
 
+  // False after 20 seconds: `count` adapters have been asked for with PrefetchAdapter. Their names, in order.
+  bool WaitForPrefetched(size_t count) ABSL_LOCKS_EXCLUDED(mu_);
+  std::vector<std::string> prefetched() const ABSL_LOCKS_EXCLUDED(mu_);
+
   // Engine.
   absl::StatusOr<std::unique_ptr<Generation>> StartGeneration(GenerationSpec spec) override;
   absl::StatusOr<std::unique_ptr<Session>> OpenSession(Conditions conditions, std::vector<std::pair<float, float>> announced,
@@ -57,6 +61,8 @@ class FakeEngine final : public Engine {
   absl::StatusOr<AdapterMeasure> MeasureAdapter(const StackEntry& entry) override;
   // NOT_FOUND / UNKNOWN_ADAPTER where LoadAdapter has not loaded it; else 100 bytes.
   absl::StatusOr<ByteCount> UnloadAdapter(const std::string& digest) override;
+  absl::Status PrefetchAdapter(const StackEntry& entry) override ABSL_LOCKS_EXCLUDED(mu_);
+  void AuditBase() override;
   const ModelInfo& model() const override { return model_; }
   MemoryReport Memory() const override;
   absl::Status Health() const override;
@@ -86,6 +92,7 @@ class FakeEngine final : public Engine {
   std::optional<GenerationSpec> last_generation_ ABSL_GUARDED_BY(mu_);
   std::optional<EvaluationSpec> last_evaluation_ ABSL_GUARDED_BY(mu_);
   std::optional<StackEntry> last_adapter_ ABSL_GUARDED_BY(mu_);
+  std::vector<std::string> prefetched_ ABSL_GUARDED_BY(mu_);
 };
 
 }  // namespace h3::testing

@@ -32,7 +32,7 @@ class AdapterRegistryTest : public ::testing::Test {
   AdapterRegistryTest() {
     const auto checkpoint = OpenCheckpoint(testing::GoldenPath("full/model.safetensors"));
     EXPECT_TRUE(checkpoint.ok()) << checkpoint.status();
-    base_.geometry = checkpoint->geometry;
+    base_.plan = PlanBaseOf(*checkpoint, std::nullopt, false);
     fs::create_directory(directory_.path() / "adapters");
   }
 

@@ -131,16 +131,17 @@ class SchedulerFixture : public ::testing::Test {
     return FromGrpc(stream.Finish());
   }
 
-  double Metric(const std::string& name, const std::string& label) {
-    for (const prometheus::MetricFamily& family : registry->Collect()) {
-      if (family.name != name) continue;
-      for (const prometheus::ClientMetric& metric : family.metric) {
-        for (const auto& each : metric.label) {
-          if (each.value == label) return metric.counter.value;
-        }
-      }
+  std::map<std::string, double> Metrics(const std::string& name, const std::string& first, const std::string& second = "") {
+    return Samples(registry->Collect(), name, first, second);
+  }
+  // Of all series of a family that have the value in any label.
+  double Metric(const std::string& name, const std::string& value) {
+    double sum = 0;
+    for (const char* label : {"code", "reason", "origin", "phase", "priority", "task"}) {
+      const auto values = Metrics(name, label);
+      if (const auto found = values.find(value); found != values.end()) sum += found->second;
     }
-    return -1;
+    return sum;
   }
 
   struct Kept {

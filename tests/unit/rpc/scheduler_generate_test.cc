@@ -71,7 +71,50 @@ TEST_F(SchedulerGenerateTest, RelaysARunFromAcceptedToCompleted) {
   EXPECT_FALSE(accepted.stack(0).scales(0).source().empty());
   ASSERT_EQ(accepted.warnings_size(), 1) << "a base of unknown partition serves and says so";
   EXPECT_EQ(Metric("h3_requests_total", "OK"), 1);
+  EXPECT_EQ(Metric("h3_output_bytes_total", "t2va"), 64 + 8);
+  EXPECT_EQ(Metric("h3_queue_wait_seconds", "normal"), 1);
   EXPECT_TRUE(Eventually([&] { return core->Active() == 0; }));
+  // It went through each phase and is in none.
+  const std::map<std::string, double> each = {{"queue", 1}, {"prepare", 1}, {"denoise", 1}, {"stream", 1}};
+  EXPECT_TRUE(Eventually([&] { return Metrics("h3_request_phase_seconds", "phase") == each; }));
+  EXPECT_EQ(Metrics("h3_requests_in_flight", "phase"), (std::map<std::string, double>{{"prepare", 0}, {"denoise", 0}, {"stream", 0}}));
+}
+
+TEST_F(SchedulerGenerateTest, ARequestIsInThePhaseThatItsWorkerTells) {
+  using InFlight = std::map<std::string, double>;
+  Worker& worker = StartWorker();
+  const auto context = NewContext();
+  const auto run = Occupy(worker, context.get());
+  const auto in_flight = [&] { return Metrics("h3_requests_in_flight", "phase"); };
+  EXPECT_TRUE(Eventually([&] { return in_flight() == InFlight{{"prepare", 1}, {"denoise", 0}, {"stream", 0}}; }));
+  worker.engine.AllowSteps(1);
+  EXPECT_TRUE(Eventually([&] { return in_flight() == InFlight{{"prepare", 0}, {"denoise", 1}, {"stream", 0}}; }));
+  context->TryCancel();
+  EXPECT_EQ(Drain(*run).code(), absl::StatusCode::kCancelled);
+  EXPECT_TRUE(Eventually([&] { return in_flight() == InFlight{{"prepare", 0}, {"denoise", 0}, {"stream", 0}}; }));
+  EXPECT_EQ(Metric("h3_request_phase_seconds", "denoise"), 0) << "it did not go through it";
+}
+
+TEST_F(SchedulerGenerateTest, AClientThatLeavesIsCountedAsCancelledWhereverItsRequestIs) {
+  constexpr int kClients = 30;
+  Worker& worker = StartWorker();
+  worker.engine.HoldSteps();
+  for (int i = 0; i < kClients; ++i) {
+    const auto running = NewContext(), sending = NewContext();
+    const auto run = Start(running.get(), Header());
+    EXPECT_TRUE(worker.engine.WaitForBegun(i + 1));
+    const auto half = generation->Generate(sending.get());
+    half->Write(Header());
+    sending->TryCancel();
+    EXPECT_EQ(Drain(*half).code(), absl::StatusCode::kCancelled);
+    running->TryCancel();
+    EXPECT_EQ(Drain(*run).code(), absl::StatusCode::kCancelled);
+    ASSERT_TRUE(worker.engine.WaitForIdle());
+  }
+  EXPECT_TRUE(Eventually([&] { return core->Active() == 0; }));
+  EXPECT_TRUE(Eventually([&] { return Metric("h3_requests_total", "CANCELLED") >= kClients; }));
+  for (const char* code : {"UNAVAILABLE", "INVALID_ARGUMENT", "OK"}) EXPECT_EQ(Metric("h3_requests_total", code), 0) << code;
+  EXPECT_EQ(Metric("h3_admission_rejections_total", "invalid_request"), 0);
 }
 
 TEST_F(SchedulerGenerateTest, TheWorkerGetsThePinnedStackAndEveryByte) {
@@ -264,6 +307,21 @@ TEST_F(SchedulerGenerateTest, ARefusalOfTheWorkerReachesTheClientWithItsReason) 
   const absl::Status status = Drain(*Start(context.get(), Header()));
   EXPECT_EQ(ReasonOf(status), "NOT_FINITE");
   EXPECT_EQ(DetailsOf(status)["tensor"], "text");
+  EXPECT_EQ(Metric("h3_admission_rejections_total", "invalid_request"), 1);
+}
+
+TEST_F(SchedulerGenerateTest, RefusedAdaptersAreCountedByWhatIsWrongWithThem) {
+  Worker& worker = StartWorker();
+  EXPECT_EQ(ReasonOf(RefusalOf(Header(2, "reject/wrong_in"))), "SHAPE_MISMATCH");
+  EXPECT_EQ(ReasonOf(RefusalOf(Header(2, "lora/nobody"))), "UNKNOWN_ADAPTER");
+  worker.engine.RefuseNext(Refuse(absl::StatusCode::kInvalidArgument, "NOT_FINITE", "NaN", {{"adapter", "lora/turbo_bare"}}));
+  const auto context = NewContext();
+  EXPECT_EQ(ReasonOf(Drain(*Start(context.get(), Header(2, "lora/turbo_bare")))), "NOT_FINITE");
+  EXPECT_EQ(Metric("h3_adapter_validation_failures_total", "shape_mismatch"), 1);
+  EXPECT_EQ(Metric("h3_adapter_validation_failures_total", "not_finite"), 1);
+  EXPECT_EQ(Metrics("h3_adapter_validation_failures_total", "").at(""), 2) << "nothing is wrong with an adapter that there is not";
+  EXPECT_EQ(Metric("h3_admission_rejections_total", "invalid_adapter"), 3);
+  EXPECT_GT(core->adapters_registered(), 0);
 }
 
 TEST_F(SchedulerGenerateTest, TwoWorkersRunTwoRequestsAtOnce) {

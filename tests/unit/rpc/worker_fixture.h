@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <map>
 #include <memory>
 #include <string>
 #include <type_traits>
@@ -21,6 +22,7 @@
 #include "server/base/serial_executor.h"
 #include "server/rpc/worker_service.h"
 #include "tests/testing/fake_engine.h"
+#include "tests/unit/metrics/samples.h"
 
 namespace h3 {
 
@@ -163,14 +165,9 @@ class WorkerFixture : public ::testing::Test {
     return FromGrpc(stream.Finish());
   }
 
-  double Requests(const std::string& code) {
-    for (const prometheus::MetricFamily& family : registry.Collect()) {
-      if (family.name != "h3_worker_requests_total") continue;
-      for (const prometheus::ClientMetric& metric : family.metric) {
-        if (metric.label.front().value == code) return metric.counter.value;
-      }
-    }
-    return -1;
+  double Requests(const std::string& code) { return Metric("h3_worker_requests_total", "code").at(code); }
+  std::map<std::string, double> Metric(const std::string& name, const std::string& first = "", const std::string& second = "") {
+    return Samples(registry.Collect(), name, first, second);
   }
 
   testing::FakeEngine engine;

@@ -52,7 +52,10 @@ TEST_F(WorkerGenerateTest, TellsEventsInTheDocumentedOrder) {
   EXPECT_EQ(completed.peak_bytes(), static_cast<uint64_t>(MiB(3).value()));
   EXPECT_EQ(completed.avoided_resident_bytes(), static_cast<uint64_t>(MiB(2).value()));
   EXPECT_EQ(engine.last_generation()->seed, 7u);
-  EXPECT_EQ(metrics.denoise_steps.Value(), 3);
+  EXPECT_EQ(Metric("h3_denoise_steps_total", "task", "outcome").at("t2va ok"), 3);
+  EXPECT_EQ(Metric("h3_denoise_step_seconds", "size", "adapters").at("xs 1"), 3);
+  EXPECT_EQ(Metric("h3_lora_strength").at(""), 1);
+  EXPECT_EQ(Metric("h3_lora_effective_rank").at(""), 1);
   EXPECT_EQ(Requests("OK"), 1);
 }
 
@@ -219,6 +222,39 @@ TEST_F(WorkerGenerateTest, CancelStopsTheRunWithinTheRunningEvaluation) {
   EXPECT_EQ(End(*stream).code(), absl::StatusCode::kCancelled);
   ASSERT_TRUE(engine.WaitForIdle());
   EXPECT_EQ(engine.begun(), 4);
+  EXPECT_TRUE(Eventually([&] { return Metric("h3_cancel_latency_seconds").at("") == 1; }));
+  EXPECT_EQ(Metric("h3_denoise_steps_total", "outcome"), (std::map<std::string, double>{{"ok", 2}, {"cancelled", 1}, {"failed", 0}}));
+  EXPECT_EQ(Requests("CANCELLED"), 1);
+}
+
+TEST_F(WorkerGenerateTest, AClientThatLeavesWhileItSendsIsCountedAsCancelled) {
+  constexpr int kClients = 50;
+  for (int i = 0; i < kClients; ++i) {
+    const auto context = NewContext();
+    const auto stream = stub->Generate(context.get());
+    stream->Write(GenerateHeader(1, 1000));
+    context->TryCancel();
+    EXPECT_EQ(End(*stream).code(), absl::StatusCode::kCancelled);
+  }
+  // Some left before the worker knew of them.
+  EXPECT_TRUE(Eventually([&] { return service.Active() == 0; }));
+  EXPECT_LE(Requests("CANCELLED"), kClients);
+  EXPECT_EQ(Requests("INVALID_ARGUMENT"), 0);
+  EXPECT_EQ(Requests("OK"), 0);
+}
+
+TEST_F(WorkerGenerateTest, AStepThatFailsIsCountedAsFailed) {
+  engine.HoldSteps();
+  engine.AllowSteps(2);
+  const auto context = NewContext();
+  const auto stream = StartRun(context.get(), 5);
+  ASSERT_TRUE(engine.WaitForBegun(3));
+  engine.Break(absl::InternalError("the device failed"));
+  ReadAll(*stream);
+  EXPECT_FALSE(End(*stream).ok());
+  ASSERT_TRUE(engine.WaitForIdle());
+  EXPECT_EQ(Metric("h3_denoise_steps_total", "outcome"), (std::map<std::string, double>{{"ok", 1}, {"cancelled", 0}, {"failed", 1}}));
+  EXPECT_EQ(Metric("h3_cancel_latency_seconds").at(""), 0);
 }
 
 TEST_F(WorkerGenerateTest, ACallCancelledWhileItWaitsNeverReachesTheEngine) {

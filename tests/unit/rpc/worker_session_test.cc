@@ -19,8 +19,21 @@ TEST_F(WorkerSessionTest, AnswersEvaluationsInOrderUntilHalfClose) {
   stream->WritesDone();
   EXPECT_TRUE(End(*stream).ok());
   EXPECT_TRUE(engine.WaitForIdle());
-  EXPECT_EQ(metrics.denoise_steps.Value(), 200);
-  EXPECT_EQ(Requests("OK"), 1);
+  EXPECT_EQ(Metric("h3_denoise_steps_total", "outcome").at("ok"), 200);
+  EXPECT_TRUE(Eventually([&] { return Requests("OK") == 1; }));
+}
+
+TEST_F(WorkerSessionTest, AClientThatLeavesIsCountedAsCancelled) {
+  constexpr int kClients = 50;
+  for (int i = 0; i < kClients; ++i) {
+    const auto context = NewContext();
+    const auto stream = OpenSession(context.get());
+    context->TryCancel();
+    EXPECT_EQ(End(*stream).code(), absl::StatusCode::kCancelled);
+  }
+  EXPECT_TRUE(Eventually([&] { return Requests("CANCELLED") == kClients; }));
+  EXPECT_EQ(Requests("OK"), 0);
+  EXPECT_TRUE(Eventually([&] { return Metric("h3_cancel_latency_seconds").at("") == kClients; }));
 }
 
 TEST_F(WorkerSessionTest, EvaluationsSentAheadAreAnsweredOneByOne) {

@@ -30,7 +30,7 @@ void Enqueue(Dispatcher& dispatcher, RequestId id, PriorityClass priority = Prio
 
 std::vector<std::pair<RequestId, WorkerId>> Started(Dispatcher& dispatcher) {
   std::vector<std::pair<RequestId, WorkerId>> started;
-  for (const Assignment& assignment : dispatcher.Dispatch()) started.emplace_back(assignment.request, assignment.worker);
+  for (const Assignment& assignment : dispatcher.Dispatch(absl::UnixEpoch())) started.emplace_back(assignment.request, assignment.worker);
   return started;
 }
 
@@ -192,13 +192,42 @@ TEST(DispatcherTest, WhatDidNotCompleteTeachesNothing) {
   EXPECT_EQ(dispatcher.PlaceOf(2)->eta_seconds, 0);
 }
 
+TEST(DispatcherTest, FiguresTellTheWorkThatWaitsAndWhatIsLeftOfWhatRuns) {
+  const absl::Time start = absl::FromUnixSeconds(1000);
+  Dispatcher dispatcher(8);
+  EXPECT_EQ(dispatcher.FiguresAt(start).oldest, std::nullopt);
+  dispatcher.WorkerReady("w", kBase);
+  const auto enqueue = [&](RequestId id, PriorityClass priority, double work, absl::Time when) {
+    ASSERT_TRUE(dispatcher.Submit({id, priority, kBase, work, when}).ok());
+    dispatcher.Release(id);
+  };
+  enqueue(1, PriorityClass::kNormal, 10, start);
+  ASSERT_EQ(dispatcher.Dispatch(start).size(), 1u);
+  enqueue(2, PriorityClass::kLow, 30, start + absl::Seconds(3));
+  enqueue(3, PriorityClass::kHigh, 20, start + absl::Seconds(4));
+  EXPECT_EQ(dispatcher.FiguresAt(start).work_seconds, 0) << "nothing is known before the first has completed";
+  dispatcher.Finished(1, 5.0);  // 0.5 seconds for each unit of work.
+  ASSERT_EQ(dispatcher.Dispatch(start + absl::Seconds(5)).size(), 1u);
+
+  Dispatcher::Figures figures = dispatcher.FiguresAt(start + absl::Seconds(5));
+  EXPECT_THAT(figures.queued, ElementsAre(0, 0, 1));
+  EXPECT_DOUBLE_EQ(figures.work_seconds, 15 + 10);
+  EXPECT_EQ(figures.oldest, start + absl::Seconds(3));
+  EXPECT_DOUBLE_EQ(dispatcher.FiguresAt(start + absl::Seconds(9)).work_seconds, 15 + 6);
+  EXPECT_DOUBLE_EQ(dispatcher.FiguresAt(start + absl::Seconds(60)).work_seconds, 15) << "late, not negative";
+  ASSERT_TRUE(dispatcher.Remove(2));
+  figures = dispatcher.FiguresAt(start + absl::Seconds(60));
+  EXPECT_EQ(figures.work_seconds, 0);
+  EXPECT_EQ(figures.oldest, std::nullopt);
+}
+
 TEST(DispatcherTest, EveryRequestOfManyThreadsStartsOnce) {
   constexpr int kThreads = 4, kEach = 100;
   Dispatcher dispatcher(kThreads * kEach);
   for (int i = 0; i < 3; ++i) dispatcher.WorkerReady(absl::StrCat("w", i), kBase);
   std::atomic<int> started{0};
   const auto run_all = [&] {
-    for (const Assignment& assignment : dispatcher.Dispatch()) {
+    for (const Assignment& assignment : dispatcher.Dispatch(absl::UnixEpoch())) {
       ++started;
       dispatcher.Finished(assignment.request, 1.0);
     }

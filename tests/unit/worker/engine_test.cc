@@ -131,7 +131,7 @@ TEST_F(EngineTest, ARefusedStackLeavesNothingThatALaterAdapterCouldMeet) {
   };
   const LedgerSnapshot once = refused();
   for (int i = 0; i < 5; ++i) EXPECT_EQ(refused().owners, once.owners);
-  EXPECT_TRUE(engine->Memory().adapters.empty());
+  for (const AdapterResidency& adapter : engine->Memory().adapters) EXPECT_EQ(adapter.tier, Tier::kHost) << adapter.name;
 }
 
 // However a name leads to a file, content that is not the accepted one is not used.
@@ -353,11 +353,14 @@ TEST_F(EngineTest, AdaptersStayWithinTheirBudget) {
     ++refused;
   }
   const MemoryReport report = engine->Memory();
-  EXPECT_GT(report.adapter_hits, 0);
-  EXPECT_GT(report.adapter_evictions, 10);
+  const TierCounters& on_device = report.adapters_by_tier[static_cast<size_t>(Tier::kDevice)];
+  EXPECT_GT(on_device.hits, 0);
+  EXPECT_GT(on_device.evictions, 10);
   EXPECT_LT(refused, 150);
   ByteCount resident;
-  for (const AdapterResidency& adapter : report.adapters) resident += adapter.bytes;
+  for (const AdapterResidency& adapter : report.adapters) {
+    if (adapter.tier == Tier::kDevice) resident += adapter.bytes;
+  }
   EXPECT_EQ(Ledger().of(Owner::kAdapters) - others, resident);
 
   // What another run holds does not go for it.
