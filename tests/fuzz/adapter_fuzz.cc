@@ -17,6 +17,7 @@
 #include "absl/strings/string_view.h"
 #include "server/base/check.h"
 #include "server/format/adapter.h"
+#include "server/format/adapter_shape.h"
 #include "server/format/safetensors.h"
 #include "tests/fuzz/golden_geometry.h"
 #include "tests/fuzz/header_text.h"
