@@ -138,6 +138,11 @@ def variables(probe, *, several, device):
     return made
 
 
+def fleet_variables():
+    return variables("h3_workers_ready", several=True, device=False) + [
+        query_variable("worker", "Worker", f"label_values({of('h3_worker_up')}, worker)", several=True)]
+
+
 def place(panels):
     """Gives ids and positions: from left to right, a new line where the width of 24 is used up."""
     x = y = height = 0
@@ -245,6 +250,60 @@ def overview():
         table("Versions", "What runs where.", "short", of("h3_build_info"), hidden=("__name__", "Value")),
         table("Devices", "What the machine calls each device.", "short", of("h3_device_info"), hidden=("__name__", "Value")),
     ], variables("h3_build_info", several=True, device=False))
+
+
+def fleet():
+    def memory(metric, *filters):
+        return of(f"h3_worker_{metric}", 'worker=~"$worker"', *filters)
+
+    used = total(memory("vram_bytes"), "worker", "device")
+    figures = [("device total", "vram_device_total_bytes"), ("free", "vram_device_free_bytes"), ("headroom", "vram_headroom_bytes"),
+               ("reusable", "vram_reusable_bytes"), ("margin", "vram_margin_bytes")]
+    return dashboard("h3-fleet", "H3 Serve / Fleet memory", "Memory of every worker's device, scraped from the scheduler alone.", [
+        row("Now"),
+        stat("Workers up", "Workers that serve or drain.", "short", total(memory("up")), steps=((None, "red"), (1, "green"))),
+        stat("Used", "Sum of all owners on all devices.", "bytes", total(memory("vram_bytes"))),
+        stat("Headroom", "What new requests may take, on all devices.", "bytes", total(memory("vram_headroom_bytes"))),
+        stat("Unattributed", "Bytes outside every owner's scope. Always a bug of H3 Serve.", "bytes",
+             total(memory("vram_bytes", 'owner="unattributed"')), steps=((None, "green"), (1, "red"))),
+        stat("Out of memory", "Allocations that failed though the request had been admitted.", "short",
+             total(memory("oom_total")), steps=((None, "green"), (1, "red"))),
+        stat("Base weights changed", "Must stay 0.", "short", total(memory("base_weight_mutations_total")),
+             steps=((None, "green"), (1, "red"))),
+        row("Who owns the memory"),
+        series("Memory by owner, all workers", "The height of the stack is what is used. A lost worker's bytes are gone at once.", "bytes",
+               target(total(memory("vram_bytes", 'owner="base_weights"'), "owner"), "{{owner}}"),
+               target(total(memory("vram_bytes", 'owner!="base_weights"'), "owner"), "{{owner}}"), width=24, height=10, stacked=True,
+               by_name=OWNERS),
+        series("Used by worker", "Sum of the owners on each device.", "bytes", target(used, "{{worker}} {{device}}"), stacked=True),
+        series("Room by worker", "Memory of each device, what nobody uses, what a new request may take, the part of that which idle "
+               "adapters and caches fill until it is wanted, and what is kept free.", "bytes",
+               *(target(total(memory(metric), "worker"), f"{name} {{{{worker}}}}") for name, metric in figures)),
+        series("Reserved and peak", "Promised to admitted requests and sessions; largest sum of owners during the last finished request.",
+               "bytes", target(total(memory("vram_admission_reserved_bytes"), "worker"), "reserved {{worker}}"),
+               target(total(memory("vram_peak_bytes"), "worker"), "peak {{worker}}")),
+        series("Avoided by not merging", "What a merging runtime would hold a second time for the adapters in use now.", "bytes",
+               target(total(memory("rematerialization_avoided_resident_bytes"), "worker"), "{{worker}}")),
+        row("Adapters"),
+        series("Resident adapters", "On each device, and in each worker's host memory.", "short",
+               target(total(memory("adapters_resident"), "worker", "tier"), "{{worker}} {{tier}}")),
+        table("Where they are", "Bytes of each adapter, the largest 50 by worker and tier.", "bytes",
+              f"topk(50, {total(memory('adapter_bytes'), 'worker', 'tier', 'adapter')} > 0)"),
+        series("Adapters against their budgets", "What adapters take, and what each pool may.", "bytes",
+               target(total(memory("vram_bytes", 'owner="adapters"'), "worker"), "adapters {{worker}}"),
+               target(total(memory("vram_budget_bytes"), "worker", "pool"), "budget {{pool}} {{worker}}")),
+        row("Allocator and workers"),
+        series("Allocator", "allocated: in live tensors; active: or still waited for; reserved: taken from the driver; inactive split: "
+               "free parts that cannot go back.", "bytes",
+               *(target(total(memory(f"allocator_{name}_bytes"), "worker"), f"{name.replace('_', ' ')} {{{{worker}}}}")
+                 for name in ("allocated", "active", "reserved", "inactive_split"))),
+        series("Allocator retries", "Allocations that had to flush the allocator's cache first.", "ops",
+               target(total(f"rate({memory('allocator_retries_total')}[$__rate_interval])", "worker"), "{{worker}}")),
+        series("State", "The state of each worker.", "short",
+               target(total(memory("state"), "worker", "state") + " > 0", "{{worker}} {{state}}"), stacked=True),
+        series("Age of the last heartbeat", "Beyond 2 s its bytes are not shown any more.", "s",
+               target(f"(time() - {memory('snapshot_timestamp_seconds')}) and {memory('snapshot_timestamp_seconds')} > 0", "{{worker}}")),
+    ], fleet_variables())
 
 
 def worker_memory():
@@ -408,7 +467,7 @@ def adapters():
 
 def files():
     """{name: text} of all dashboards."""
-    made = {"overview": overview(), "worker-memory": worker_memory(), "adapters": adapters()}
+    made = {"overview": overview(), "fleet": fleet(), "worker-memory": worker_memory(), "adapters": adapters()}
     return {f"{name}.json": json.dumps(it, indent=2, ensure_ascii=False) + "\n" for name, it in made.items()}
 
 

@@ -131,6 +131,7 @@ int Run(const Flags& flags) {
     for (const auto& worker : core.workers()) gauges.workers_ready += worker->state() == v1::WORKER_STATE_READY;
     return gauges;
   }));
+  (*exposer)->Add(std::make_shared<FleetCollector>([&core] { return core.WorkerReports(absl::Now()); }));
 
   auto listening = Listen(flags.listen, {&generation, &adapters, &presets, &operations});
   if (!listening.ok()) {

@@ -2,22 +2,21 @@
 
 #include <algorithm>
 #include <array>
-#include <map>
 #include <utility>
+
+#include "server/metrics/memory_families.h"
 
 namespace h3 {
 namespace {
 
 using Buckets = prometheus::Histogram::BucketBoundaries;
 
-constexpr size_t kMaxAdapterSeries = 50;
 constexpr std::array kTasks = {"t2va", "fl2va", "ref2va"};
 constexpr std::array kSizes = {"xs", "s", "m", "l", "xl"};
 constexpr std::array kSizeLimits = {8'192.0, 24'576.0, 65'536.0, 131'072.0};
 constexpr std::array kAdapterCounts = {"0", "1", "2", "3plus"};
 constexpr std::array kOutcomes = {"ok", "cancelled", "failed"};
 constexpr std::array kSwaps = {"activate", "deactivate", "strength", "reorder", "replace"};
-constexpr std::array kTierNames = {"device", "host"};  // By Tier.
 
 // 60 children: the largest family that there is (840 series), so that no bucket is there for nothing.
 Buckets StepBuckets() { return {0.01, 0.03, 0.1, 0.3, 1, 2, 4, 8, 16, 40, 120}; }
@@ -35,156 +34,57 @@ prometheus::Family<prometheus::Histogram>& Histograms(prometheus::Registry& regi
   return prometheus::BuildHistogram().Name(name).Help(help).Register(registry);
 }
 
-prometheus::MetricFamily Family(std::string name, std::string help, prometheus::MetricType type) {
-  prometheus::MetricFamily family;
-  family.name = std::move(name);
-  family.help = std::move(help);
-  family.type = type;
-  return family;
-}
-
-using Label = prometheus::ClientMetric::Label;
-
-void Add(prometheus::MetricFamily& family, double value, std::vector<Label> labels) {
-  prometheus::ClientMetric metric;
-  metric.label = std::move(labels);
-  (family.type == prometheus::MetricType::Counter ? metric.counter.value : metric.gauge.value) = value;
-  family.metric.push_back(std::move(metric));
-}
-
-double Bytes(ByteCount bytes) { return static_cast<double>(bytes.value()); }
-
-// The families of one report.
+// What only the worker itself tells: counts since its start, and the host.
 class Families {
  public:
   explicit Families(const MemoryReport& now) : now_(now), device_{"device", now.device} {}
 
   std::vector<prometheus::MetricFamily> Take() && {
-    Ledger();
-    Room();
-    Allocator();
+    families_.Show(now_, {});
+    Allocated();
     Host();
-    Base();
     Residency();
-    return std::move(families_);
+    return std::move(families_).Take();
   }
 
  private:
-  prometheus::MetricFamily& Gauge(const char* name, const char* help) {
-    return families_.emplace_back(Family(name, help, prometheus::MetricType::Gauge));
-  }
-  prometheus::MetricFamily& Counter(const char* name, const char* help) {
-    return families_.emplace_back(Family(name, help, prometheus::MetricType::Counter));
-  }
-  void Single(const char* name, const char* help, ByteCount value) { Add(Gauge(name, help), Bytes(value), {device_}); }
-
-  void Ledger() {
-    prometheus::MetricFamily vram = Family(
-        "h3_vram_bytes", "Bytes that the process uses on the device, by owner; the owners sum to what is used.", prometheus::MetricType::Gauge);
-    prometheus::MetricFamily allocated = Family(
-        "h3_vram_allocated_bytes_total",
-        "Bytes ever allocated, by owner. A strength change adds nothing under base_weights, adapters, materialized and caches.",
-        prometheus::MetricType::Counter);
+  void Allocated() {
+    prometheus::MetricFamily& allocated = families_.Counter(
+        "vram_allocated_bytes_total",
+        "Bytes ever allocated, by owner. A strength change adds nothing under base_weights, adapters, materialized and caches.");
     for (int i = 0; i < kOwners; ++i) {
       const auto owner = static_cast<Owner>(i);
-      const Label label{"owner", std::string(OwnerName(owner))};
-      Add(vram, Bytes(now_.ledger.of(owner)), {device_, label});
-      Add(allocated, Bytes(now_.ledger.added_to(owner)), {device_, label});
+      AddSample(allocated, Bytes(now_.ledger.added_to(owner)), {device_, {"owner", std::string(OwnerName(owner))}});
     }
-    families_.push_back(std::move(vram));
-    families_.push_back(std::move(allocated));
-  }
-
-  void Room() {
-    Single("h3_vram_device_total_bytes", "Memory of the device, as capped by --device-memory.", now_.total);
-    Single("h3_vram_device_free_bytes", "Memory of the device that nobody uses.", now_.free);
-    Single("h3_vram_headroom_bytes", "What a new request may take: the number that admission compares with.", now_.headroom);
-    Single("h3_vram_admission_reserved_bytes", "Promised to requests and sessions that were admitted.", now_.reserved);
-    Single("h3_vram_reusable_bytes", "What a request may push out: idle adapters, merged copies, cached modulations.", now_.reusable);
-    Single("h3_vram_margin_bytes", "Kept free by admission.", now_.margin);
-    Single("h3_vram_peak_bytes", "Largest sum of owners during the last finished request.", now_.last_request_peak);
-    prometheus::MetricFamily& budget =
-        Gauge("h3_vram_budget_bytes", "Bytes that a pool may take, host_adapters in host memory; no series where it has no limit.");
-    if (now_.adapter_budget.has_value()) Add(budget, Bytes(*now_.adapter_budget), {device_, {"pool", "adapters"}});
-    Add(budget, Bytes(now_.modulation_budget), {device_, {"pool", "modulations"}});
-    Add(budget, Bytes(now_.host_adapter_budget), {device_, {"pool", "host_adapters"}});
-  }
-
-  void Allocator() {
-    // Not one metric with a label: allocated is a part of reserved, and a sum over them would mean nothing.
-    Single("h3_allocator_allocated_bytes", "The allocator under the tensors: in live tensors.", now_.allocator.allocated);
-    Single("h3_allocator_reserved_bytes", "Taken from the driver, in live tensors or cached.", now_.allocator.reserved);
-    Single("h3_allocator_active_bytes", "In live tensors, or freed and still waited for.", now_.allocator.active);
-    Single("h3_allocator_inactive_split_bytes", "Free parts of blocks, which cannot go back to the driver.", now_.allocator.inactive_split);
-    Add(Counter("h3_allocator_retries_total", "Allocations that had to flush the allocator's cache first."),
-        static_cast<double>(now_.allocator.retries), {device_});
   }
 
   void Host() {
-    Single("h3_host_weights_bytes", "Weights of the model that stay in host memory.", now_.host_weights);
-    prometheus::MetricFamily& host = Gauge("h3_host_resident_bytes", "Host memory of the process; file: pages of mapped files that are in memory.");
-    Add(host, Bytes(now_.host.anonymous), {{"kind", "anonymous"}});
-    Add(host, Bytes(now_.host.file), {{"kind", "file"}});
-    Add(Gauge("process_resident_memory_bytes", "Resident memory size in bytes."), Bytes(now_.host.resident), {});
-  }
-
-  void Base() {
-    Add(Counter("h3_base_weight_mutations_total", "Times that a base weight was found changed; must stay 0."),
-        static_cast<double>(now_.base_mutations), {device_});
-    Single("h3_rematerialization_avoided_resident_bytes",
-           "Bytes that a merging runtime would hold a second time for the adapters in use now.", now_.avoided_resident);
+    AddSample(families_.Gauge("host_weights_bytes", "Weights of the model that stay in host memory."), Bytes(now_.host_weights), {device_});
+    prometheus::MetricFamily& host =
+        families_.Gauge("host_resident_bytes", "Host memory of the process; file: pages of mapped files that are in memory.");
+    AddSample(host, Bytes(now_.host.anonymous), {{"kind", "anonymous"}});
+    AddSample(host, Bytes(now_.host.file), {{"kind", "file"}});
+    AddSample(families_.Standard("process_resident_memory_bytes", "Resident memory size in bytes."), Bytes(now_.host.resident), {});
   }
 
   void Residency() {
-    // Families first: a reference into the vector does not outlive the next one.
-    prometheus::MetricFamily lookups =
-        Family("h3_adapter_cache_lookups_total", "Adapters that were asked for in a tier: there already, or not.", prometheus::MetricType::Counter);
-    prometheus::MetricFamily evictions =
-        Family("h3_adapter_evictions_total", "Adapters that had to go for others.", prometheus::MetricType::Counter);
-    prometheus::MetricFamily resident = Family("h3_adapters_resident", "Adapters in each tier.", prometheus::MetricType::Gauge);
-    prometheus::MetricFamily bytes =
-        Family("h3_adapter_bytes", "Bytes of each adapter; of each tier the 50 largest, the rest as other.", prometheus::MetricType::Gauge);
+    prometheus::MetricFamily& lookups = families_.Counter("adapter_cache_lookups_total", "Adapters that were asked for in a tier: there already, or not.");
+    prometheus::MetricFamily& evictions = families_.Counter("adapter_evictions_total", "Adapters that had to go for others.");
     for (int i = 0; i < kTiers; ++i) {
-      const auto tier = static_cast<Tier>(i);
-      const Label label{"tier", kTierNames[static_cast<size_t>(i)]};
+      const Label tier{"tier", kTierNames[static_cast<size_t>(i)]};
       const TierCounters& counters = now_.adapters_by_tier[i];
-      Add(lookups, static_cast<double>(counters.hits), {{"result", "hit"}, label});
-      Add(lookups, static_cast<double>(counters.misses), {{"result", "miss"}, label});
-      Add(evictions, static_cast<double>(counters.evictions), {{"reason", "budget"}, label});
-      const auto in_tier = [&](const AdapterResidency& adapter) { return adapter.tier == tier; };
-      Add(resident, static_cast<double>(std::count_if(now_.adapters.begin(), now_.adapters.end(), in_tier)), {label});
-      BytesOfEach(tier, label, bytes);
+      AddSample(lookups, static_cast<double>(counters.hits), {{"result", "hit"}, tier});
+      AddSample(lookups, static_cast<double>(counters.misses), {{"result", "miss"}, tier});
+      AddSample(evictions, static_cast<double>(counters.evictions), {{"reason", "budget"}, tier});
     }
     int64_t leases = 0;
     for (const AdapterResidency& adapter : now_.adapters) leases += adapter.pins;
-    for (prometheus::MetricFamily* family : {&lookups, &evictions, &resident, &bytes}) families_.push_back(std::move(*family));
-    Add(Gauge("h3_adapter_leases", "Holds on adapters by the stacks of requests and sessions."), static_cast<double>(leases), {});
-  }
-
-  void BytesOfEach(Tier tier, const Label& label, prometheus::MetricFamily& family) const {
-    // One series a name: while a replaced file's old content is still pinned, two adapters share one, and a scrape must not repeat a
-    // series.
-    std::map<std::string, ByteCount> by_name;
-    for (const AdapterResidency& adapter : now_.adapters) {
-      if (adapter.tier == tier) by_name[adapter.name] += adapter.bytes;
-    }
-    ByteCount other;
-    if (const auto clash = by_name.find("other"); clash != by_name.end()) other += by_name.extract(clash).mapped();
-    std::vector<std::pair<std::string, ByteCount>> adapters(by_name.begin(), by_name.end());
-    std::stable_sort(adapters.begin(), adapters.end(), [](const auto& a, const auto& b) { return a.second > b.second; });
-    for (size_t i = 0; i < adapters.size(); ++i) {
-      if (i < kMaxAdapterSeries) {
-        Add(family, Bytes(adapters[i].second), {{"adapter", adapters[i].first}, label});
-      } else {
-        other += adapters[i].second;
-      }
-    }
-    Add(family, Bytes(other), {{"adapter", "other"}, label});
+    AddSample(families_.Gauge("adapter_leases", "Holds on adapters by the stacks of requests and sessions."), static_cast<double>(leases), {});
   }
 
   const MemoryReport& now_;
   const Label device_;
-  std::vector<prometheus::MetricFamily> families_;
+  MemoryFamilies families_{"h3_"};
 };
 
 }  // namespace
@@ -276,7 +176,10 @@ void WorkerMetrics::CountSwap(const std::string& kind, const std::string& reside
 
 void WorkerMetrics::CountRefusedSwap(const std::string& kind) { swaps_.Add({{"kind", kind}, {"result", "refused"}}).Increment(); }
 
-void WorkerMetrics::CountOutOfMemory(const std::string& phase) { out_of_memory_.Add({{"phase", phase}}).Increment(); }
+void WorkerMetrics::CountOutOfMemory(const std::string& phase) {
+  out_of_memory_.Add({{"phase", phase}}).Increment();
+  out_of_memory_count_.fetch_add(1);
+}
 
 void WorkerMetrics::CountVerification(const std::string& result) { verifications_.Add({{"result", result}}).Increment(); }
 

@@ -1,6 +1,7 @@
 #include "server/rpc/convert.h"
 
 #include <cmath>
+#include <iterator>
 
 #include "absl/strings/str_cat.h"
 #include "server/base/check.h"
@@ -255,6 +256,105 @@ PlanOptions PlanOptionsFromProto(const v1::Model& model) {
   return {.workspace = ByteCount(static_cast<int64_t>(facts.workspace_bytes())),
           .threads = facts.threads(),
           .packs_attention = facts.packs_attention()};
+}
+
+namespace {
+
+// The owners of a message, in the ledger's order.
+struct OwnerField {
+  Owner owner;
+  uint64_t (v1::MemoryOwners::*get)() const;
+  void (v1::MemoryOwners::*set)(uint64_t);
+};
+constexpr OwnerField kOwnerFields[] = {
+    {Owner::kBaseWeights, &v1::MemoryOwners::base_weights, &v1::MemoryOwners::set_base_weights},
+    {Owner::kAdapters, &v1::MemoryOwners::adapters, &v1::MemoryOwners::set_adapters},
+    {Owner::kMaterialized, &v1::MemoryOwners::materialized, &v1::MemoryOwners::set_materialized},
+    {Owner::kCaches, &v1::MemoryOwners::caches, &v1::MemoryOwners::set_caches},
+    {Owner::kActivations, &v1::MemoryOwners::activations, &v1::MemoryOwners::set_activations},
+    {Owner::kWorkspace, &v1::MemoryOwners::workspace, &v1::MemoryOwners::set_workspace},
+    {Owner::kStaging, &v1::MemoryOwners::staging, &v1::MemoryOwners::set_staging},
+    {Owner::kRuntimeContext, &v1::MemoryOwners::runtime_context, &v1::MemoryOwners::set_runtime_context},
+    {Owner::kAllocatorCache, &v1::MemoryOwners::allocator_cache, &v1::MemoryOwners::set_allocator_cache},
+    {Owner::kUnattributed, &v1::MemoryOwners::unattributed, &v1::MemoryOwners::set_unattributed},
+};
+static_assert(std::size(kOwnerFields) == kOwners);
+
+uint64_t ToWire(ByteCount bytes) { return static_cast<uint64_t>(bytes.value()); }
+ByteCount FromWire(uint64_t bytes) { return ByteCount(static_cast<int64_t>(bytes)); }
+
+}  // namespace
+
+v1::DeviceMemory ToProto(const MemoryReport& report) {
+  v1::DeviceMemory memory;
+  memory.set_device(report.device);
+  memory.set_total_bytes(ToWire(report.total));
+  memory.set_free_bytes(ToWire(report.free));
+  memory.set_used_bytes(ToWire(report.ledger.used));
+  memory.set_headroom_bytes(ToWire(report.headroom));
+  memory.set_reserved_bytes(ToWire(report.reserved));
+  memory.set_reusable_bytes(ToWire(report.reusable));
+  memory.set_margin_bytes(ToWire(report.margin));
+  memory.set_peak_bytes(ToWire(report.last_request_peak));
+  for (const OwnerField& field : kOwnerFields) (memory.mutable_owners()->*field.set)(ToWire(report.ledger.of(field.owner)));
+  ByteCount host_adapters;
+  for (const AdapterResidency& adapter : report.adapters) {
+    v1::AdapterMemory& line = *memory.add_adapters();
+    line.set_name(adapter.name);
+    line.set_digest(adapter.digest);
+    line.set_bytes(ToWire(adapter.bytes));
+    line.set_pins(static_cast<uint32_t>(adapter.pins));
+    line.set_tier(adapter.tier == Tier::kDevice ? "device" : "host");
+    if (adapter.tier == Tier::kHost) host_adapters += adapter.bytes;
+  }
+  v1::AllocatorMemory& allocator = *memory.mutable_allocator();
+  allocator.set_allocated_bytes(ToWire(report.allocator.allocated));
+  allocator.set_reserved_bytes(ToWire(report.allocator.reserved));
+  allocator.set_active_bytes(ToWire(report.allocator.active));
+  allocator.set_inactive_split_bytes(ToWire(report.allocator.inactive_split));
+  allocator.set_retries(static_cast<uint64_t>(report.allocator.retries));
+  v1::HostMemory& host = *memory.mutable_host();
+  host.set_resident_bytes(ToWire(report.host.resident));
+  host.set_anonymous_bytes(ToWire(report.host.anonymous));
+  host.set_file_bytes(ToWire(report.host.file));
+  host.set_mapped_weights_bytes(ToWire(report.host_weights));
+  host.set_adapters_bytes(ToWire(host_adapters));
+  memory.set_avoided_resident_bytes(ToWire(report.avoided_resident));
+  memory.set_base_mutations(static_cast<uint64_t>(report.base_mutations));
+  if (report.adapter_budget.has_value()) memory.set_adapter_budget_bytes(ToWire(*report.adapter_budget));
+  memory.set_modulation_budget_bytes(ToWire(report.modulation_budget));
+  memory.set_host_adapter_budget_bytes(ToWire(report.host_adapter_budget));
+  return memory;
+}
+
+MemoryReport FromProto(const v1::DeviceMemory& memory) {
+  MemoryReport report{.device = memory.device(),
+                      .total = FromWire(memory.total_bytes()),
+                      .free = FromWire(memory.free_bytes()),
+                      .headroom = FromWire(memory.headroom_bytes()),
+                      .reserved = FromWire(memory.reserved_bytes()),
+                      .reusable = FromWire(memory.reusable_bytes()),
+                      .margin = FromWire(memory.margin_bytes())};
+  for (const OwnerField& field : kOwnerFields)
+    report.ledger.owners[static_cast<size_t>(field.owner)] = FromWire((memory.owners().*field.get)());
+  report.ledger.used = FromWire(memory.used_bytes());
+  report.last_request_peak = FromWire(memory.peak_bytes());
+  for (const v1::AdapterMemory& adapter : memory.adapters()) {
+    report.adapters.push_back({adapter.name(), adapter.digest(), FromWire(adapter.bytes()), static_cast<int64_t>(adapter.pins()),
+                               adapter.tier() == "host" ? Tier::kHost : Tier::kDevice});
+  }
+  const v1::AllocatorMemory& allocator = memory.allocator();
+  report.allocator = {FromWire(allocator.allocated_bytes()), FromWire(allocator.reserved_bytes()), FromWire(allocator.active_bytes()),
+                      FromWire(allocator.inactive_split_bytes()), static_cast<int64_t>(allocator.retries())};
+  const v1::HostMemory& host = memory.host();
+  report.host = {FromWire(host.resident_bytes()), FromWire(host.anonymous_bytes()), FromWire(host.file_bytes())};
+  report.host_weights = FromWire(host.mapped_weights_bytes());
+  report.avoided_resident = FromWire(memory.avoided_resident_bytes());
+  report.base_mutations = static_cast<int64_t>(memory.base_mutations());
+  if (memory.has_adapter_budget_bytes()) report.adapter_budget = FromWire(memory.adapter_budget_bytes());
+  report.modulation_budget = FromWire(memory.modulation_budget_bytes());
+  report.host_adapter_budget = FromWire(memory.host_adapter_budget_bytes());
+  return report;
 }
 
 v1::EffectiveScale ToProto(const EffectiveScale& scale) {

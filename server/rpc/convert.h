@@ -17,6 +17,7 @@
 #include "server/format/plan.h"
 #include "server/format/request.h"
 #include "server/format/schedule.h"
+#include "server/vram/memory_report.h"
 
 namespace h3 {
 
@@ -42,6 +43,9 @@ Geometry FromProto(const v1::Geometry& geometry);
 v1::PlanFacts ToProto(const PlanBase& base, const PlanOptions& options);
 PlanBase PlanBaseFromProto(const v1::Model& model);
 PlanOptions PlanOptionsFromProto(const v1::Model& model);
+// A worker's memory for its heartbeat, and back. Not carried: what was ever allocated by owner, hits and misses of adapters.
+v1::DeviceMemory ToProto(const MemoryReport& report);
+MemoryReport FromProto(const v1::DeviceMemory& memory);
 v1::EffectiveScale ToProto(const EffectiveScale& scale);
 v1::ResolvedAdapter ToProto(const ResolvedAdapter& adapter);
 v1::AdapterSettings ToProto(const AdapterSettings& settings);

@@ -18,6 +18,15 @@ namespace {
 
 constexpr size_t kFileQueue = 1024;
 constexpr absl::Duration kCountAdapters = absl::Seconds(30);
+// Two heartbeats of a worker.
+constexpr absl::Duration kFresh = absl::Seconds(2);
+constexpr absl::string_view kLost = "lost";
+
+std::string StateName(v1::WorkerState state) {
+  if (state == v1::WORKER_STATE_READY) return "ready";
+  if (state == v1::WORKER_STATE_DRAINING) return "draining";
+  return state == v1::WORKER_STATE_LOST ? std::string(kLost) : "loading";
+}
 
 absl::Status NoWorker(absl::string_view what) {
   return Refuse(absl::StatusCode::kUnavailable, reason::kWorkerLost, what, {{"retry_seconds", "1"}});
@@ -69,6 +78,23 @@ bool SchedulerCore::AnyReady() const {
     if (link->state() == v1::WORKER_STATE_READY) return true;
   }
   return false;
+}
+
+std::vector<WorkerReport> SchedulerCore::WorkerReports(absl::Time now) const {
+  std::vector<WorkerReport> reports;
+  for (const auto& link : workers()) {
+    WorkerReport report{.worker = link->name(), .state = StateName(link->state())};
+    const absl::Time heard = link->heard();
+    if (const auto snapshot = link->snapshot(); snapshot.has_value()) {
+      report.heard = absl::ToDoubleSeconds(heard - absl::UnixEpoch());
+      if (report.state != kLost && now - heard < kFresh) {
+        report.memory = FromProto(snapshot->memory());
+        report.out_of_memory = static_cast<int64_t>(snapshot->memory().out_of_memory());
+      }
+    }
+    reports.push_back(std::move(report));
+  }
+  return reports;
 }
 
 absl::StatusOr<ChosenBase> SchedulerCore::ChooseBase(Task task, const std::string& model) const {

@@ -19,6 +19,7 @@
 #include "server/base/serial_executor.h"
 #include "server/format/layout.h"
 #include "server/format/request.h"
+#include "server/metrics/fleet_metrics.h"
 #include "server/metrics/scheduler_metrics.h"
 #include "server/registry/adapter_registry.h"
 #include "server/rpc/worker_link.h"
@@ -71,6 +72,8 @@ class SchedulerCore {
   std::shared_ptr<WorkerLink> AddWorker(const std::string& name) ABSL_LOCKS_EXCLUDED(mu_);
   std::vector<std::shared_ptr<WorkerLink>> workers() const ABSL_LOCKS_EXCLUDED(mu_);
   bool AnyReady() const;
+  // For the scheduler's /metrics. Never waits for a worker. Memory only of workers whose last heartbeat is younger than two.
+  std::vector<WorkerReport> WorkerReports(absl::Time now) const;
 
   // The base that serves `task`, or the one of that fingerprint or name. UNAVAILABLE / WORKER_LOST: no worker has ever been
   // ready; FAILED_PRECONDITION / BASE_MISMATCH: none of the bases there are, with the list.

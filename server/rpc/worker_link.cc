@@ -3,6 +3,8 @@
 #include <chrono>
 #include <utility>
 
+#include "absl/time/clock.h"
+
 namespace h3 {
 namespace {
 
@@ -137,6 +139,7 @@ void WorkerLink::OnHeartbeat(int generation, const v1::WorkerSnapshot& snapshot)
     changed = state != state_ || shared;
     state_ = state;
     snapshot_ = snapshot;
+    heard_ = absl::Now();
   }
   if (changed) on_change_(*this);
 }
@@ -165,6 +168,11 @@ v1::WorkerState WorkerLink::state() const {
 std::optional<v1::WorkerSnapshot> WorkerLink::snapshot() const {
   absl::MutexLock lock(&mu_);
   return snapshot_;
+}
+
+absl::Time WorkerLink::heard() const {
+  absl::MutexLock lock(&mu_);
+  return heard_;
 }
 
 v1::WorkerStatus WorkerLink::Status() const {

@@ -12,6 +12,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
 #include "h3/v1/worker.grpc.pb.h"
 
 namespace h3 {
@@ -35,6 +36,8 @@ class WorkerLink : public std::enable_shared_from_this<WorkerLink> {
   v1::WorkerState state() const ABSL_LOCKS_EXCLUDED(mu_);
   // The last heartbeat, also of a worker that is lost now; nullopt before the first.
   std::optional<v1::WorkerSnapshot> snapshot() const ABSL_LOCKS_EXCLUDED(mu_);
+  // When that came; the distant past before the first.
+  absl::Time heard() const ABSL_LOCKS_EXCLUDED(mu_);
   v1::WorkerStatus Status() const ABSL_LOCKS_EXCLUDED(mu_);
   void CountRestart() ABSL_LOCKS_EXCLUDED(mu_);
   // Null while there is no connection.
@@ -60,6 +63,7 @@ class WorkerLink : public std::enable_shared_from_this<WorkerLink> {
   std::shared_ptr<grpc::Alarm> retry_ ABSL_GUARDED_BY(mu_);
   v1::WorkerState state_ ABSL_GUARDED_BY(mu_) = v1::WORKER_STATE_STARTING;
   std::optional<v1::WorkerSnapshot> snapshot_ ABSL_GUARDED_BY(mu_);
+  absl::Time heard_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();
   std::string last_error_ ABSL_GUARDED_BY(mu_);
   uint32_t restarts_ ABSL_GUARDED_BY(mu_) = 0;
 };

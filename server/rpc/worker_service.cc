@@ -199,61 +199,18 @@ v1::WorkerSnapshot WorkerService::Snapshot() const {
 
   const MemoryReport report = engine_.Memory();
   v1::DeviceMemory& memory = *snapshot.mutable_memory();
-  const auto bytes = [](ByteCount count) { return static_cast<uint64_t>(count.value()); };
-  memory.set_device(report.device);
-  memory.set_total_bytes(bytes(report.total));
-  memory.set_free_bytes(bytes(report.free));
-  memory.set_used_bytes(bytes(report.ledger.used));
-  memory.set_headroom_bytes(bytes(report.headroom));
-  memory.set_reserved_bytes(bytes(report.reserved));
-  memory.set_reusable_bytes(bytes(report.reusable));
-  memory.set_margin_bytes(bytes(report.margin));
-  memory.set_peak_bytes(bytes(report.last_request_peak));
-  v1::MemoryOwners& owners = *memory.mutable_owners();
-  owners.set_base_weights(bytes(report.ledger.of(Owner::kBaseWeights)));
-  owners.set_adapters(bytes(report.ledger.of(Owner::kAdapters)));
-  owners.set_materialized(bytes(report.ledger.of(Owner::kMaterialized)));
-  owners.set_caches(bytes(report.ledger.of(Owner::kCaches)));
-  owners.set_activations(bytes(report.ledger.of(Owner::kActivations)));
-  owners.set_workspace(bytes(report.ledger.of(Owner::kWorkspace)));
-  owners.set_staging(bytes(report.ledger.of(Owner::kStaging)));
-  owners.set_runtime_context(bytes(report.ledger.of(Owner::kRuntimeContext)));
-  owners.set_allocator_cache(bytes(report.ledger.of(Owner::kAllocatorCache)));
-  owners.set_unattributed(bytes(report.ledger.of(Owner::kUnattributed)));
-  ByteCount host_adapters;
-  for (const AdapterResidency& adapter : report.adapters) {
-    v1::AdapterMemory& line = *memory.add_adapters();
-    line.set_name(adapter.name);
-    line.set_digest(adapter.digest);
-    line.set_bytes(bytes(adapter.bytes));
-    line.set_pins(static_cast<uint32_t>(adapter.pins));
-    line.set_tier(adapter.tier == Tier::kDevice ? "device" : "host");
-    if (adapter.tier != Tier::kDevice) {
-      host_adapters += adapter.bytes;
-      continue;
-    }
-    v1::Adapter& resident = *snapshot.add_resident();
-    resident.set_name(adapter.name);
-    resident.set_digest(adapter.digest);
-    resident.set_bytes(bytes(adapter.bytes));
-    resident.set_resident(true);
-    resident.set_pins(static_cast<uint32_t>(adapter.pins));
-  }
-  v1::AllocatorMemory& allocator = *memory.mutable_allocator();
-  allocator.set_allocated_bytes(bytes(report.allocator.allocated));
-  allocator.set_reserved_bytes(bytes(report.allocator.reserved));
-  allocator.set_active_bytes(bytes(report.allocator.active));
-  allocator.set_inactive_split_bytes(bytes(report.allocator.inactive_split));
-  allocator.set_retries(static_cast<uint64_t>(report.allocator.retries));
-  v1::HostMemory& host = *memory.mutable_host();
-  host.set_resident_bytes(bytes(report.host.resident));
-  host.set_anonymous_bytes(bytes(report.host.anonymous));
-  host.set_file_bytes(bytes(report.host.file));
-  host.set_mapped_weights_bytes(bytes(report.host_weights));
-  host.set_adapters_bytes(bytes(host_adapters));
-  memory.set_avoided_resident_bytes(bytes(report.avoided_resident));
+  memory = ToProto(report);
   memory.set_base_fingerprint(info.fingerprint);
-  memory.set_base_mutations(static_cast<uint64_t>(report.base_mutations));
+  memory.set_out_of_memory(static_cast<uint64_t>(metrics_.out_of_memory()));
+  for (const v1::AdapterMemory& adapter : memory.adapters()) {
+    if (adapter.tier() != "device") continue;
+    v1::Adapter& resident = *snapshot.add_resident();
+    resident.set_name(adapter.name());
+    resident.set_digest(adapter.digest());
+    resident.set_bytes(adapter.bytes());
+    resident.set_resident(true);
+    resident.set_pins(adapter.pins());
+  }
   snapshot.set_running(static_cast<uint32_t>(running_.load()));
   snapshot.set_sessions(static_cast<uint32_t>(sessions_.load()));
   snapshot.set_draining(draining_.load());

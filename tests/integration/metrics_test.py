@@ -1,8 +1,10 @@
 """/metrics of both programs: well-formed, scraped by a real Prometheus, and telling the truth."""
 
 import json
+import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import urllib.request
@@ -58,6 +60,44 @@ def test_the_ledger_on_metrics_is_that_of_the_memory_call(golden_server, channel
     assert shown["base_weights"] == owners["base_weights"] > 0
     assert shown["adapters"] == owners["adapters"]
     assert values(golden_server.worker_metrics)['h3_base_weight_mutations_total{device="cpu"}'] == 0
+
+
+def fleet(address):
+    """{owner: bytes} and {series: value} of h3_worker_*, as the scheduler shows them."""
+    shown = {name: value for name, value in values(address).items() if name.startswith("h3_worker_")}
+    return {re.search(r'owner="(\w+)"', name)[1]: value for name, value in shown.items() if name.startswith("h3_worker_vram_bytes")}, shown
+
+
+def test_the_scheduler_shows_its_workers_memory(golden_server, channel):
+    Generate(channel, T2VA, stack(("lora/turbo_bare", 1.0)), seed=1, evaluations=1).run()
+
+    def agree():
+        device = json.loads(ctl.ok("--json", "memory", server=golden_server.address))["devices"][0]
+        owners, shown = fleet(golden_server.metrics)
+        total = shown['h3_worker_vram_device_total_bytes{worker="local-0",device="cpu"}']
+        free = shown['h3_worker_vram_device_free_bytes{worker="local-0",device="cpu"}']
+        assert sum(owners.values()) == total - free
+        return owners == device["owners"]
+
+    wait_for(agree, "the heartbeat has told what the memory call says")
+    _, shown = fleet(golden_server.metrics)
+    assert shown['h3_worker_up{worker="local-0"}'] == 1
+    # Names of its own: who scrapes both processes counts no byte twice.
+    worker = {name.split("{")[0] for name in values(golden_server.worker_metrics)}
+    assert not {name.split("{")[0] for name in shown} & worker - {"h3_worker_requests_total"}
+
+
+def test_a_lost_worker_has_no_bytes(fresh_server):
+    server = fresh_server(GOLDEN / "full/model.safetensors", GOLDEN)
+    wait_for(lambda: fleet(server.metrics)[0], "the worker is shown")
+    (worker,) = server.worker_pids()
+    os.kill(worker, signal.SIGSTOP)  # Neither gone nor answering.
+    try:
+        wait_for(lambda: not fleet(server.metrics)[0], "its bytes are gone", 10)
+        wait_for(lambda: fleet(server.metrics)[1]['h3_worker_up{worker="local-0"}'] == 0, "it is down", 10)
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    wait_for(lambda: fleet(server.metrics)[0], "it is back", 20)
 
 
 def test_labels_stay_bounded_whatever_clients_send(golden_server, channel):
