@@ -15,6 +15,8 @@
 #include <tuple>
 #include <utility>
 
+#include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "server/base/error.h"
 #include "server/base/status_macros.h"
@@ -24,13 +26,57 @@ namespace {
 
 constexpr size_t kLengthBytes = 8;
 constexpr size_t kMaxRank = 8;
+constexpr int64_t kSignatureBytes = 512;  // Enough of a file to say what else it is.
 
-absl::Status Malformed(absl::string_view what, absl::string_view tensor = "") {
-  ErrorDetails details;
+absl::Status Malformed(absl::string_view what, absl::string_view tensor = "", ErrorDetails details = {}) {
   if (!tensor.empty()) details["tensor"] = std::string(tensor);
   return RefuseArgument(reason::kMalformedFile,
                         absl::StrCat("not a well-formed safetensors file: ", tensor.empty() ? "" : absl::StrCat("tensor ", tensor, ": "), what),
                         std::move(details));
+}
+
+// A file of another kind, told by its first bytes: what it is and what to do. Null where they say nothing.
+struct OtherFormat {
+  absl::string_view looks_like;  // For scripts.
+  absl::string_view what;
+};
+
+const OtherFormat* RecogniseOther(absl::string_view begin) {
+  static constexpr OtherFormat kEmpty = {"empty", "the file is empty; download it again"};
+  static constexpr OtherFormat kLfs = {
+      "git-lfs-pointer", "it is a Git LFS pointer, a few lines that stand for the file; fetch the file itself with `git lfs pull`"};
+  static constexpr OtherFormat kHtml = {
+      "html", "it is a web page saved under this name (a login or error page, as a rule); log in, or take the direct link, and download it again"};
+  static constexpr OtherFormat kZip = {
+      "zip", "it is a zip archive (PyTorch's .pt, .pth and .ckpt files are zips too); unpack it, or convert the checkpoint to safetensors"};
+  static constexpr OtherFormat kPickle = {
+      "pickle", "it is a Python pickle (an old PyTorch .pt, .pth or .ckpt), which is never loaded; convert it to safetensors"};
+  static constexpr OtherFormat kGguf = {
+      "gguf", "it is a GGUF file (llama.cpp's format), which is not read; get the safetensors version, or convert it"};
+  if (begin.empty()) return &kEmpty;
+  if (absl::StartsWith(begin, "version https://git-lfs")) return &kLfs;
+  if (absl::StartsWith(begin, "GGUF")) return &kGguf;
+  if (absl::StartsWith(begin, "PK\x03\x04")) return &kZip;
+  if (begin.size() >= 2 && begin[0] == '\x80' && begin[1] >= 2 && begin[1] <= 5) return &kPickle;
+  absl::string_view text = begin.substr(0, kSignatureBytes);
+  if (absl::StartsWith(text, "\xef\xbb\xbf")) text.remove_prefix(3);
+  text = absl::StripLeadingAsciiWhitespace(text);
+  for (const absl::string_view tag : {"<!doctype", "<html", "<head", "<body", "<?xml", "<!--"}) {
+    if (absl::StartsWithIgnoreCase(text, tag)) return &kHtml;
+  }
+  return nullptr;
+}
+
+// No header is where it should be: told by what the file is instead, or else by `what`.
+absl::Status NoHeader(absl::string_view begin, absl::string_view what) {
+  const OtherFormat* other = RecogniseOther(begin);
+  return other == nullptr ? Malformed(what) : Malformed(other->what, "", {{"looks_like", std::string(other->looks_like)}});
+}
+
+absl::Status CutShort(int64_t file_bytes, int64_t missing, absl::string_view missing_text, absl::string_view tensor = "") {
+  return Malformed(absl::StrCat("the file is cut short: ", file_bytes, " bytes are there, ", missing_text, missing,
+                                " are missing; download it again"),
+                   tensor, {{"looks_like", "truncated"}, {"bytes", absl::StrCat(file_bytes)}, {"missing_bytes", absl::StrCat(missing)}});
 }
 
 // The header as events: no tree is built, so nesting costs nothing and duplicate keys are seen.
@@ -152,18 +198,20 @@ const TensorInfo* SafetensorsHeader::Find(absl::string_view name) const {
 }
 
 absl::StatusOr<SafetensorsHeader> ParseSafetensorsHeader(absl::string_view begin, int64_t file_bytes) {
-  if (begin.size() < kLengthBytes || file_bytes < static_cast<int64_t>(kLengthBytes)) return Malformed("shorter than 8 bytes");
+  if (begin.size() < kLengthBytes || file_bytes < static_cast<int64_t>(kLengthBytes)) return NoHeader(begin, "shorter than 8 bytes");
   uint64_t length = 0;
   memcpy(&length, begin.data(), kLengthBytes);
   length = le64toh(length);
   if (length > static_cast<uint64_t>(kMaxHeaderBytes)) {
-    return Malformed(absl::StrCat("its header claims ", length, " bytes; at most ", kMaxHeaderBytes, " are read"));
+    return NoHeader(begin, absl::StrCat("its header claims ", length, " bytes; at most ", kMaxHeaderBytes, " are read"));
   }
   if (static_cast<int64_t>(length) > file_bytes - static_cast<int64_t>(kLengthBytes) || length > begin.size() - kLengthBytes) {
-    return Malformed(absl::StrCat("its header claims ", length, " bytes, the file has ", file_bytes));
+    const int64_t missing = static_cast<int64_t>(kLengthBytes + length) - file_bytes;
+    if (missing > 0 && begin.size() > kLengthBytes && begin[kLengthBytes] == '{') return CutShort(file_bytes, missing, "at least ");
+    return NoHeader(begin, absl::StrCat("its header claims ", length, " bytes, the file has ", file_bytes));
   }
   const absl::string_view json = begin.substr(kLengthBytes, length);
-  if (json.empty() || json.front() != '{') return Malformed("the header does not begin with {");
+  if (json.empty() || json.front() != '{') return NoHeader(begin, "the header does not begin with {");
   HeaderReader reader;
   if (!nlohmann::json::sax_parse(json.begin(), json.end(), &reader)) {
     return Malformed(reader.problem.empty() ? "the header is not JSON" : reader.problem);
@@ -173,16 +221,18 @@ absl::StatusOr<SafetensorsHeader> ParseSafetensorsHeader(absl::string_view begin
   header.file_bytes = file_bytes;
   header.metadata = std::move(reader.metadata);
   const int64_t data_begin = static_cast<int64_t>(kLengthBytes + length);
+  int64_t data_end = 0;
+  for (const HeaderReader::Entry& entry : reader.entries) {
+    if (entry.offsets.size() == 2) data_end = std::max(data_end, entry.offsets[1]);
+  }
   for (HeaderReader::Entry& entry : reader.entries) {
     TensorInfo& info = entry.info;
     if (!entry.has_dtype || !entry.has_shape || entry.offsets.size() != 2) {
       return Malformed("needs dtype, shape and two data_offsets", info.name);
     }
     const auto [first, last] = std::pair(entry.offsets[0], entry.offsets[1]);
-    if (first > last || last > file_bytes - data_begin) {
-      return Malformed(absl::StrCat("its bytes ", first, " .. ", last, " are not in the file's ", file_bytes - data_begin, " data bytes"),
-                       info.name);
-    }
+    if (first > last) return Malformed(absl::StrCat("its bytes ", first, " .. ", last, " end before they begin"), info.name);
+    if (last > file_bytes - data_begin) return CutShort(file_bytes, data_end - (file_bytes - data_begin), "", info.name);
     info.offset = data_begin + first;
     info.bytes = last - first;
     if (ShapeBytes(info) != info.bytes) return Malformed(absl::StrCat("its shape does not make its ", info.bytes, " bytes"), info.name);
@@ -211,11 +261,14 @@ absl::StatusOr<SafetensorsHeader> ReadSafetensorsHeader(const FileDescriptor& fi
   struct stat info;
   if (fstat(file.get(), &info) != 0) return absl::InternalError("cannot stat an open file");
   if (!S_ISREG(info.st_mode)) return absl::NotFoundError("not a regular file");
+  H3_ASSIGN_OR_RETURN(std::string begin, ReadBegin(file, std::min<int64_t>(info.st_size, kSignatureBytes)));
   uint64_t length = 0;
-  if (pread(file.get(), &length, sizeof(length), 0) != sizeof(length)) return Malformed("shorter than 8 bytes");
-  const uint64_t wanted = std::min<uint64_t>(le64toh(length), static_cast<uint64_t>(kMaxHeaderBytes));
-  H3_ASSIGN_OR_RETURN(const std::string begin,
-                      ReadBegin(file, std::min<int64_t>(info.st_size, static_cast<int64_t>(kLengthBytes + wanted))));
+  if (begin.size() >= kLengthBytes) memcpy(&length, begin.data(), kLengthBytes);
+  length = le64toh(length);
+  // A length that is refused is not worth reading for.
+  if (const uint64_t wanted = kLengthBytes + length; length <= static_cast<uint64_t>(kMaxHeaderBytes) && wanted > begin.size()) {
+    H3_ASSIGN_OR_RETURN(begin, ReadBegin(file, std::min<int64_t>(info.st_size, static_cast<int64_t>(wanted))));
+  }
   return ParseSafetensorsHeader(begin, info.st_size);
 }
 

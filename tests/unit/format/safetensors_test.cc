@@ -3,6 +3,8 @@
 #include <limits>
 #include <string>
 
+#include "absl/strings/str_cat.h"
+#include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "server/base/error.h"
 #include "tests/testing/golden.h"
@@ -138,6 +140,56 @@ TEST(SafetensorsTest, SpacesThatPadTheHeaderAreSound) { EXPECT_TRUE(Parse(RawSaf
 TEST(SafetensorsTest, NamesTheTensorThatIsWrong) {
   const auto header = Parse(OneEntry(R"({"dtype":"F32","shape":[2],"data_offsets":[0,4]})"));
   EXPECT_EQ(DetailsOf(header.status())["tensor"], "a");
+}
+
+struct Other {
+  std::string looks_like;
+  std::string file;
+  std::string message;
+};
+
+class OtherFormats : public ::testing::TestWithParam<Other> {};
+
+TEST_P(OtherFormats, AreNamedWithWhatToDo) {
+  const testing::TemporaryDirectory directory;
+  const std::string path = directory.Write("a.safetensors", GetParam().file);
+  for (const auto& header : {Parse(GetParam().file), ReadSafetensorsHeader(path)}) {
+    EXPECT_EQ(header.status().code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_EQ(ReasonOf(header.status()), reason::kMalformedFile);
+    EXPECT_EQ(DetailsOf(header.status())["looks_like"], GetParam().looks_like);
+    EXPECT_THAT(std::string(header.status().message()), ::testing::HasSubstr(GetParam().message));
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Kinds, OtherFormats,
+    ::testing::Values(Other{"empty", "", "download it again"},
+                      Other{"git-lfs-pointer", "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "git lfs pull"},
+                      Other{"html", "<!DOCTYPE html><title>Sign in</title>", "log in, or take the direct link"},
+                      Other{"html", "\xef\xbb\xbf\r\n  <HTML>", "web page"}, Other{"html", "<html>", "web page"},
+                      Other{"zip", std::string("PK\x03\x04\x14\0\0\0\0\0", 10), "convert the checkpoint to safetensors"},
+                      Other{"zip", std::string("PK\x03\x04\0\0\0\0\0\0", 10), "zip archive"},  // A length that would be read.
+                      Other{"pickle", "\x80\x02}q\x01.", "Python pickle"}, Other{"pickle", "\x80\x04" + std::string(100, 'x'), "never loaded"},
+                      Other{"gguf", std::string("GGUF\x03\0\0\0\0\0\0\0", 12), "get the safetensors version"},
+                      Other{"gguf", "GGUF", "GGUF file"}));
+
+TEST(SafetensorsTest, ACutDownloadSaysHowMuchIsThereAndHowMuchIsMissing) {
+  const std::string whole = BuildSafetensors({Zeros("a", {2, 2}), Zeros("b", {100})});
+  const testing::TemporaryDirectory directory;
+  for (const size_t missing : {size_t{1}, size_t{400}, size_t{410}}) {  // In b, all of b, in a.
+    const std::string cut = whole.substr(0, whole.size() - missing);
+    for (const auto& header : {Parse(cut), ReadSafetensorsHeader(directory.Write("a.safetensors", cut))}) {
+      EXPECT_EQ(ReasonOf(header.status()), reason::kMalformedFile);
+      EXPECT_THAT(std::string(header.status().message()),
+                  ::testing::HasSubstr(absl::StrCat(cut.size(), " bytes are there, ", missing, " are missing; download it again")));
+      ErrorDetails details = DetailsOf(header.status());
+      EXPECT_EQ(details["looks_like"], "truncated");
+      EXPECT_EQ(details["missing_bytes"], absl::StrCat(missing));
+    }
+  }
+  const auto in_the_header = Parse(whole.substr(0, 20));
+  EXPECT_THAT(std::string(in_the_header.status().message()), ::testing::HasSubstr("20 bytes are there, at least "));
+  EXPECT_EQ(DetailsOf(in_the_header.status())["looks_like"], "truncated");
 }
 
 TEST(SafetensorsTest, AnAbsentFileOrADirectoryIsNotFound) {
