@@ -6,6 +6,8 @@
 #include <limits>
 #include <map>
 #include <optional>
+#include <set>
+#include <string>
 #include <tuple>
 #include <utility>
 
@@ -75,6 +77,7 @@ class Intake {
     std::stable_sort(manifest_.terms.begin(), manifest_.terms.end(),
                      [](const AdapterTerm& a, const AdapterTerm& b) { return a.site < b.site; });
     H3_RETURN_IF_ERROR(CheckOverlaps());
+    WarnOfZeroScales();
     if (manifest_.terms.empty() && manifest_.norm_offsets.empty() && !manifest_.curve.has_value()) {
       return RefuseArgument(reason::kNoAdapterTensors, "nothing of the file is left to apply", {{"left_out", absl::StrCat(manifest_.left_out.size())}});
     }
@@ -139,6 +142,23 @@ class Intake {
     return absl::OkStatus();
   }
 
+  // An alpha of 0 is taken at its word, but it is rarely meant. (DoRA still sets the norms of its weight.)
+  void WarnOfZeroScales() {
+    int64_t zero = 0;
+    std::set<std::string> sources;
+    for (const AdapterTerm& term : manifest_.terms) {
+      const bool dora = term.low_rank.has_value() && term.low_rank->magnitude_axis != MagnitudeAxis::kNone;
+      if (term.scale != 0 || dora) continue;
+      ++zero;
+      sources.insert(term.scale_source);
+    }
+    if (zero == 0) return;
+    const bool all = zero == std::ssize(manifest_.terms) && manifest_.norm_offsets.empty() && !manifest_.curve.has_value();
+    manifest_.warnings.push_back(absl::StrCat("alpha is 0 (", absl::StrJoin(sources, ", "), ") for ", zero, " of ", manifest_.terms.size(),
+                                              " modules: ", all ? "the adapter has no effect" : "they have no effect",
+                                              "; give alpha= in the request if that is not meant"));
+  }
+
   absl::Status TakeModule(const AdapterModule& module) {
     const Target& target = *module.target;
     if (const TensorInfo* difference = module.Find(Part::kDifference); difference != nullptr) {
@@ -146,7 +166,7 @@ class Intake {
       if (target.site < 0 && module.parts.size() == 1) return absl::OkStatus();
     }
     if (target.site < 0) {
-      return Bad(reason::kUnsupportedAdapterType, *module.parts.begin()->second, "only a 1-D diff can be applied to a norm weight");
+      return Bad(reason::kUnsupportedAdapterType, module.parts.begin()->second, "only a 1-D diff can be applied to a norm weight");
     }
     const Site& site = SiteOf(target);
     if (const TensorInfo* offset = module.Find(Part::kOffset); offset != nullptr) {

@@ -95,6 +95,12 @@ absl::Status ChoosePartition(const SafetensorsHeader& header, Partition base, Pa
   return absl::OkStatus();
 }
 
+// The same bytes as a matrix: [r, in, 1, 1] is [r, in], while [out, 1] stays what it is.
+TensorInfo AsMatrix(TensorInfo tensor) {
+  while (tensor.shape.size() > 2 && tensor.shape.back() == 1) tensor.shape.pop_back();
+  return tensor;
+}
+
 void NameFormat(const std::vector<Named>& all, const ModuleNames& names, AdapterModules& result) {
   bool peft = false, lycoris = false, flat = false, diffusers = false;
   for (const Named& n : all) {
@@ -147,7 +153,7 @@ absl::StatusOr<AdapterModules> GroupByModule(const SafetensorsHeader& header, co
     }
     const auto [found, fresh] = index.try_emplace({name.naming, name.module}, result.modules.size());
     if (fresh) result.modules.push_back({.name = name.module, .target = target});
-    if (!result.modules[found->second].parts.emplace(name.part, named.tensor).second) {
+    if (!result.modules[found->second].parts.emplace(name.part, AsMatrix(*named.tensor)).second) {
       return BadAdapterTensor(reason::kAmbiguousNames, *named.tensor, absl::StrCat("module ", name.module, " has this part twice"));
     }
   }

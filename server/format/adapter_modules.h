@@ -19,11 +19,11 @@ namespace h3 {
 struct AdapterModule {
   std::string name;  // As the file spells it, without prefix.
   const Target* target = nullptr;
-  std::map<Part, const TensorInfo*> parts;
+  std::map<Part, TensorInfo> parts;  // Matrices as two dimensions: see GroupByModule.
 
   const TensorInfo* Find(Part part) const {
     const auto found = parts.find(part);
-    return found == parts.end() ? nullptr : found->second;
+    return found == parts.end() ? nullptr : &found->second;
   }
 };
 
@@ -39,6 +39,7 @@ struct AdapterModules {
   std::vector<std::string> warnings;
 };
 
+// Tools that treat linear layers as 1x1 convolutions write [r, in, 1, 1]: trailing ones beyond two dimensions are dropped here.
 // `base`: the base's partition; `declared`: in place of what the file declares, unless unknown.
 // INVALID_ARGUMENT with NO_ADAPTER_TENSORS, UNKNOWN_MODULE, AMBIGUOUS_NAMES, UNSUPPORTED_ADAPTER_TYPE; FAILED_PRECONDITION /
 // BASE_MISMATCH.

@@ -1,5 +1,6 @@
 #include "server/format/adapter_scale.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -198,9 +199,7 @@ DeclaredScale ReadDeclaredScale(const std::map<std::string, std::string>& metada
 }
 
 absl::StatusOr<double> ReadAlphaTensor(const TensorInfo& info, const TensorReader& read) {
-  int64_t elements = 1;
-  for (const int64_t size : info.shape) elements *= size;
-  if (info.shape.size() > 1 || elements != 1) {
+  if (std::any_of(info.shape.begin(), info.shape.end(), [](int64_t size) { return size != 1; })) {
     return BadScale(absl::StrCat("alpha ", info.name, " is not one number"), {{"tensor", info.name}});
   }
   H3_ASSIGN_OR_RETURN(const std::string bytes, read(info));

@@ -6,6 +6,8 @@ import shutil
 import grpc
 import numpy as np
 import pytest
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
 from h3test import GOLDEN
 from h3test.protos import adapters, adapters_grpc, operations, operations_grpc
@@ -74,6 +76,25 @@ def test_an_adapter_that_is_replaced_or_deleted_does_not_disturb_who_uses_it(cha
     with pytest.raises(grpc.RpcError) as caught:
         Generate(channel, T2VA, stack(("style", 1.0)), seed=1, evaluations=1).run()
     assert reason(caught.value) == (grpc.StatusCode.NOT_FOUND, "UNKNOWN_ADAPTER")
+
+
+def test_factors_and_alphas_with_trailing_dimensions_of_one_answer_bit_for_bit_alike(channel, folder):
+    """As tools write them that treat linear layers as 1x1 convolutions."""
+    with safe_open(GOLDEN / "lora/turbo_comfy_alpha4.safetensors", "np") as file:
+        flat, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()
+    assert any(value.ndim == 2 for value in flat.values()) and any(name.endswith("alpha") for name in flat)
+    padded = {name: value.reshape(*value.shape, 1, 1) for name, value in flat.items()}
+    save_file(flat, folder / "adapters/flat.safetensors", metadata)
+    save_file(padded, folder / "adapters/padded.safetensors", metadata)
+    answers = []
+    for name in ("flat", "padded"):
+        session = Session(channel, T2VA, stack((name, 1.0)))
+        answers.append(evaluate(session))
+        session.close()
+    assert np.array_equal(*answers)
+    bare = Session(channel, T2VA)
+    assert not np.array_equal(evaluate(bare), answers[0])
+    bare.close()
 
 
 def test_an_adapter_in_use_cannot_be_unloaded_and_a_free_one_gives_its_bytes_back(channel):

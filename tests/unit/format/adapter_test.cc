@@ -156,8 +156,53 @@ TEST(AdapterScaleTest, AnAlphaTensorComesBeforeTheMetadataAndTheRequestBeforeBot
   EXPECT_EQ(requested.scale_source, "request");
 }
 
-TEST(AdapterScaleTest, AnAlphaOfZeroSilencesTheAdapter) {
-  EXPECT_EQ(OnlyTerm(With(QkvPair(), {Scalar(std::string(kModule) + ".alpha", 0)})).scale, 0);
+TEST(AdapterScaleTest, AnAlphaOfZeroSilencesTheAdapterAndIsToldAsAWarning) {
+  using ::testing::ElementsAre;
+  const auto warnings = [](const std::vector<HostTensor>& tensors, const IntakeOptions& options = {}) {
+    const auto manifest = Read(BuildSafetensors(tensors), Full(), options);
+    EXPECT_TRUE(manifest.ok()) << manifest.status();
+    return manifest.ok() ? manifest->warnings : std::vector<std::string>();
+  };
+  const std::vector<HostTensor> zero = With(QkvPair(), {Scalar(std::string(kModule) + ".alpha", 0)});
+  EXPECT_EQ(OnlyTerm(zero).scale, 0);
+  EXPECT_THAT(warnings(zero), ElementsAre("alpha is 0 (alpha tensor) for 1 of 1 modules: the adapter has no effect; give alpha= in the "
+                                          "request if that is not meant"));
+  const auto mixed = warnings(With(zero, Pair("blocks.1.attn.qkv_proj", 3 * Full().inner(), Full().hidden)));
+  ASSERT_EQ(mixed.size(), 1u);
+  EXPECT_THAT(mixed[0], ::testing::HasSubstr("for 1 of 2 modules: they have no effect"));
+  EXPECT_THAT(warnings(zero, {.alpha = 4}), ElementsAre());
+  EXPECT_THAT(warnings(QkvPair()), ElementsAre());
+  // DoRA sets the norms of its weight whatever its factors add.
+  EXPECT_THAT(warnings(With(zero, {Zeros(std::string(kModule) + ".dora_scale", {3 * Full().inner(), 1})})), ElementsAre());
+}
+
+TEST(AdapterScaleTest, AnAlphaTensorMayHaveAnyNumberOfDimensionsOfOne) {
+  for (const std::vector<int64_t>& shape : {std::vector<int64_t>{}, {1}, {1, 1}, {1, 1, 1, 1}}) {
+    HostTensor alpha = Scalar(std::string(kModule) + ".alpha", 8);
+    alpha.shape = shape;
+    EXPECT_EQ(OnlyTerm(With(QkvPair(), {alpha})).alpha, 8) << shape.size();
+  }
+}
+
+// As tools write them that treat linear layers as 1x1 convolutions.
+TEST(AdapterShapeTest, TrailingDimensionsOfOneAreTheSameMatrices) {
+  const int64_t out = 3 * Full().inner(), in = Full().hidden;
+  const std::string m = kModule;
+  const AdapterTerm term = OnlyTerm({Zeros(m + ".lora_A.weight", {kRank, in, 1, 1}), Zeros(m + ".lora_B.weight", {out, kRank, 1, 1}),
+                                     Zeros(m + ".dora_scale", {out, 1, 1, 1})});
+  ASSERT_TRUE(term.low_rank.has_value());
+  EXPECT_EQ(term.rank, kRank);
+  EXPECT_EQ(term.low_rank->a.shape, (std::vector<int64_t>{kRank, in}));
+  EXPECT_EQ(term.low_rank->b.shape, (std::vector<int64_t>{out, kRank}));
+  EXPECT_EQ(term.low_rank->magnitude_axis, MagnitudeAxis::kRows);
+  // Two dimensions stay two, also where one of them is 1.
+  const AdapterTerm thin = OnlyTerm({Zeros(m + ".lora_A.weight", {1, in, 1}), Zeros(m + ".lora_B.weight", {out, 1})});
+  ASSERT_TRUE(thin.low_rank.has_value());
+  EXPECT_EQ(thin.low_rank->b.shape, (std::vector<int64_t>{out, 1}));
+  // What is not one is not dropped.
+  for (const std::vector<int64_t>& shape : {std::vector<int64_t>{kRank, in, 3, 3}, {kRank, in, 3, 1}, {1, kRank, in}}) {
+    EXPECT_EQ(ReasonFor({Zeros(m + ".lora_A.weight", shape), Zeros(m + ".lora_B.weight", {out, kRank})}), reason::kShapeMismatch);
+  }
 }
 
 TEST(AdapterScaleTest, PeftConfigGivesAlphaPatternsAndRootRank) {
@@ -245,6 +290,7 @@ TEST(AdapterScaleTest, RefusesAlphaTensorsThatAreNotOneNumber) {
     EXPECT_EQ(ReasonFor(With(QkvPair(), {Scalar(alpha, value)})), reason::kBadScale) << value;
   }
   EXPECT_EQ(ReasonFor(With(QkvPair(), {Zeros(alpha, {2})})), reason::kBadScale);
+  EXPECT_EQ(ReasonFor(With(QkvPair(), {Zeros(alpha, {1, 2})})), reason::kBadScale);
   EXPECT_EQ(ReasonFor(With(QkvPair(), {Zeros(alpha, {0})})), reason::kBadScale);
   EXPECT_EQ(ReasonFor(With(QkvPair(), {Zeros(alpha, {}, DType::kBool)})), reason::kBadScale);
 }

@@ -477,7 +477,7 @@ HostTensor Number(const std::vector<int64_t>& shape, DType dtype, T value) {
 
 TEST(FieldReportB2, AnAlphaTensorHasAnyNumberTypeAndOneElement) {
   constexpr uint16_t kHalfTwo = 0x4000, kBrainTwo = 0x4000, kHalfInfinity = 0x7c00;
-  for (const std::vector<int64_t>& shape : {std::vector<int64_t>{}, std::vector<int64_t>{1}}) {
+  for (const std::vector<int64_t>& shape : {std::vector<int64_t>{}, {1}, {1, 1}}) {
     for (const HostTensor& alpha :
          Tensors{Number(shape, DType::kF64, 2.0), Number(shape, DType::kF32, 2.0f), Number(shape, DType::kF16, kHalfTwo),
                  Number(shape, DType::kBF16, kBrainTwo), Number(shape, DType::kI64, int64_t{2}),
@@ -491,7 +491,7 @@ TEST(FieldReportB2, AnAlphaTensorHasAnyNumberTypeAndOneElement) {
   EXPECT_EQ(ReasonFor(Join({QkvPair(4), {Number({}, DType::kF64, 1e300)}})), reason::kBadScale);
   EXPECT_EQ(ReasonFor(Join({QkvPair(4), {Number({}, DType::kI64, int64_t{-1})}})), reason::kBadScale);
   EXPECT_EQ(ReasonFor(Join({QkvPair(4), {Zeros(absl::StrCat(kQkv, ".alpha"), {2})}})), reason::kBadScale);
-  EXPECT_EQ(ReasonFor(Join({QkvPair(4), {Zeros(absl::StrCat(kQkv, ".alpha"), {1, 1})}})), reason::kBadScale);
+  EXPECT_EQ(ReasonFor(Join({QkvPair(4), {Zeros(absl::StrCat(kQkv, ".alpha"), {1, 2})}})), reason::kBadScale);
 }
 
 TEST(FieldReportB3, SiblingsOfOneFamilyAreScaledAsEachDeclares) {
