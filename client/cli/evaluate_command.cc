@@ -54,12 +54,13 @@ absl::Status RunEvaluate(const EvaluateFlags& flags, Context& context) {
   H3_RETURN_IF_ERROR(session->Close());
   H3_RETURN_IF_ERROR(WriteSafetensors(flags.output, output.tensors));
 
-  if (context.json || !context.terminal) {
-    context.out << EventJson("accepted", session->accepted()) << "\n"
+  const Context shown = context.Beside(flags.output);
+  if (shown.json || !shown.terminal) {
+    shown.out << EventJson("accepted", session->accepted()) << "\n"
                 << EventJson("ready", session->ready()) << "\n"
                 << EventJson("completed", output.result, "output", flags.output) << std::endl;
   } else {
-    context.out << StackText(session->accepted()) << RatiosText(session->ready().stack())
+    shown.out << StackText(session->accepted()) << RatiosText(session->ready().stack())
                 << absl::StrFormat("evaluated at t = %g (video), %g (audio) in %.3f s\nwritten: %s\n",
                                    output.result.timesteps().video(), output.result.timesteps().audio(),
                                    output.result.seconds(), flags.output)

@@ -59,8 +59,9 @@ absl::Status RunGenerate(GenerateFlags flags, Context& context) {
   std::vector<client::TensorView> tensors = request.conditions();
   if (flags.noise_from_request) tensors.insert(tensors.end(), request.targets().begin(), request.targets().end());
 
+  const Context shown = context.Beside(flags.output);
   const std::unique_ptr<GenerateView> view =
-      context.terminal && !context.json ? MakeTerminalView(context.out) : MakeJsonView(context.out);
+      shown.terminal && !shown.json ? MakeTerminalView(shown.out) : MakeJsonView(shown.out);
   if (draw_seed) view->OnSeed(*flags.seed);
   client::CallOptions options = {.cancel = &context.interrupt};
   if (flags.deadline_seconds.has_value()) options.timeout = absl::Seconds(*flags.deadline_seconds);

@@ -64,8 +64,10 @@ int Main(int argc, const char* const* argv) {
   Context context = {.client = client,
                      .interrupt = interrupt,
                      .out = std::cout,
+                     .err = std::cerr,
                      .json = invocation->json,
-                     .terminal = isatty(STDOUT_FILENO) == 1};
+                     .terminal = isatty(STDOUT_FILENO) == 1,
+                     .err_terminal = isatty(STDERR_FILENO) == 1};
   const absl::Status status = invocation->run(context);
   return status.ok() ? 0 : Fail(status, invocation->json);
 }

@@ -11,9 +11,9 @@
 #include <nlohmann/json.hpp>
 
 #include "absl/strings/str_cat.h"
+#include "client/cli/exit_code.h"
 #include "server/base/check.h"
 #include "server/base/confined_file.h"
-#include "server/base/error.h"
 #include "server/base/status_macros.h"
 
 namespace h3::ctl {
@@ -71,45 +71,75 @@ absl::Status WriteAll(int fd, absl::string_view bytes) {
   return absl::OkStatus();
 }
 
+absl::Status WriteTensors(int fd, absl::Span<const client::Tensor> tensors) {
+  H3_RETURN_IF_ERROR(WriteAll(fd, HeaderBytes(tensors)));
+  for (const client::Tensor& tensor : tensors) H3_RETURN_IF_ERROR(WriteAll(fd, tensor.data));
+  return absl::OkStatus();
+}
+
 absl::Status WriteTo(const std::string& path, absl::Span<const client::Tensor> tensors) {
   const FileDescriptor file(open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666));
   if (file.get() < 0) return absl::InternalError(absl::StrCat("cannot create it: ", strerror(errno)));
-  H3_RETURN_IF_ERROR(WriteAll(file.get(), HeaderBytes(tensors)));
-  for (const client::Tensor& tensor : tensors) H3_RETURN_IF_ERROR(WriteAll(file.get(), tensor.data));
+  H3_RETURN_IF_ERROR(WriteTensors(file.get(), tensors));
   if (fsync(file.get()) != 0) return absl::InternalError(absl::StrCat("cannot write: ", strerror(errno)));
   return absl::OkStatus();
 }
 
+// A pipe or a device is written into, not replaced.
+bool IsStream(const std::string& path) {
+  struct stat info;
+  return stat(path.c_str(), &info) == 0 && !S_ISREG(info.st_mode) && !S_ISDIR(info.st_mode);
+}
+
+absl::Status WriteStream(const std::string& path, absl::Span<const client::Tensor> tensors) {
+  const FileDescriptor file(open(path.c_str(), O_WRONLY | O_CLOEXEC));
+  if (file.get() < 0) return absl::InternalError(absl::StrCat("cannot open it: ", strerror(errno)));
+  return WriteTensors(file.get(), tensors);
+}
+
+absl::Status Name(const std::string& path, const absl::Status& status) {
+  return status.ok() ? status : absl::Status(status.code(), absl::StrCat(path, ": ", status.message()));
+}
+
 }  // namespace
 
+bool IsStandardOutput(const std::string& path) { return path == "-" || path == "/dev/stdout"; }
+
 absl::Status CheckOutputPath(const std::string& path) {
-  const auto refuse = [&path](absl::StatusCode code, absl::string_view what) {
-    return Refuse(code, "BAD_OUTPUT", absl::StrCat("--output ", path, ": ", what));
-  };
-  const fs::path folder = FolderOf(path);
+  const auto refuse = [&path](absl::string_view what) { return UsageError(absl::StrCat("--output ", path, ": ", what)); };
+  if (IsStandardOutput(path)) {
+    if (isatty(STDOUT_FILENO) == 1) return refuse("the result is binary and standard output is a terminal; send it to a file or a pipe");
+    return absl::OkStatus();
+  }
+  if (path.empty()) return UsageError("--output needs the name of a file");
   struct stat info;
+  const bool exists = stat(path.c_str(), &info) == 0;
+  if (!exists && errno != ENOENT && errno != ENOTDIR && errno != EACCES) return refuse(strerror(errno));
+  if (exists && S_ISDIR(info.st_mode)) return refuse("that is a folder; name a file in it");
+  if (exists && S_ISSOCK(info.st_mode)) return refuse("that is a socket; name a file");
+  if (exists && access(path.c_str(), W_OK) != 0) return refuse(absl::StrCat("it cannot be written: ", strerror(errno)));
+  if (exists && !S_ISREG(info.st_mode)) return absl::OkStatus();
+  const fs::path folder = FolderOf(path);
   if (stat(folder.c_str(), &info) != 0 || !S_ISDIR(info.st_mode)) {
-    return refuse(absl::StatusCode::kNotFound, absl::StrCat("there is no folder ", folder.string(), "; create it first"));
+    return refuse(absl::StrCat("there is no folder ", folder.string(), "; create it first"));
   }
   if (access(folder.c_str(), W_OK | X_OK) != 0) {
-    return refuse(absl::StatusCode::kPermissionDenied, absl::StrCat("no permission to write in ", folder.string()));
-  }
-  if (stat(path.c_str(), &info) == 0 && !S_ISREG(info.st_mode)) {
-    return refuse(absl::StatusCode::kFailedPrecondition, "there is something that is not a regular file");
+    return refuse(absl::StrCat("the folder ", folder.string(), " cannot be written: ", strerror(errno)));
   }
   return absl::OkStatus();
 }
 
 absl::Status WriteSafetensors(const std::string& path, absl::Span<const client::Tensor> tensors) {
+  if (IsStandardOutput(path)) return Name("standard output", WriteTensors(STDOUT_FILENO, tensors));
+  if (IsStream(path)) return Name(path, WriteStream(path, tensors));
   const fs::path name = fs::path(path).filename();
   const std::string temporary = (FolderOf(path) / absl::StrCat(".", name.string(), ".", getpid(), ".tmp")).string();
   absl::Status status = WriteTo(temporary, tensors);
   if (status.ok() && rename(temporary.c_str(), path.c_str()) != 0) {
     status = absl::InternalError(absl::StrCat("cannot move it into place: ", strerror(errno)));
   }
-  if (status.ok()) return status;
-  unlink(temporary.c_str());
-  return absl::Status(status.code(), absl::StrCat(path, ": ", status.message()));
+  if (!status.ok()) unlink(temporary.c_str());
+  return Name(path, status);
 }
 
 }  // namespace h3::ctl

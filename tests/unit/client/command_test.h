@@ -32,8 +32,12 @@ class CommandTest : public ::testing::Test {
     args.insert(args.begin(), "h3ctl");
     const auto invocation = ctl::ParseCommandLine(static_cast<int>(args.size()), args.data());
     if (!invocation.ok()) return invocation.status();
-    ctl::Context context = {
-        .client = *client_, .interrupt = interrupt_, .out = out_, .json = invocation->json, .terminal = terminal_};
+    ctl::Context context = {.client = *client_,
+                            .interrupt = interrupt_,
+                            .out = out_,
+                            .err = err_,
+                            .json = invocation->json,
+                            .terminal = terminal_};
     return invocation->run(context);
   }
 
@@ -46,7 +50,7 @@ class CommandTest : public ::testing::Test {
   FakeServer server_;
   const std::unique_ptr<client::Client> client_;
   client::Canceller interrupt_;
-  std::ostringstream out_;
+  std::ostringstream out_, err_;
   bool terminal_ = false;
   std::filesystem::path folder_;
 };

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <filesystem>
+#include <fstream>
 #include <nlohmann/json.hpp>
 #include <sstream>
 
@@ -109,13 +110,34 @@ TEST_F(CommandsTest, ARefusedRunWritesNoFile) {
   EXPECT_TRUE(fs::is_empty(folder_));
 }
 
-TEST_F(CommandsTest, AMissingOutputFolderIsRefusedBeforeTheServerIsAsked) {
+TEST_F(CommandsTest, AnOutputThatCannotBeWrittenIsWrongUsageBeforeTheServerIsAsked) {
   const std::string request = GoldenPath("inputs/t2va.safetensors");
+  const std::vector<std::pair<std::string, std::string>> outputs = {
+      {"/nonexistent/out.safetensors", "there is no folder /nonexistent"}, {folder_.string(), "that is a folder"}, {"", "the name of a file"}};
   for (const char* command : {"generate", "evaluate"}) {
-    std::vector<const char*> args = {command, "--request", request.c_str(), "--output", "/nonexistent/out.safetensors"};
-    if (std::string(command) == "generate") args.insert(args.end(), {"--evaluations", "1", "--seed", "7"});
-    EXPECT_EQ(ReasonOf(Run(args)), "BAD_OUTPUT") << command;  // And not the fake's UNIMPLEMENTED.
+    for (const auto& [output, message] : outputs) {
+      std::vector<const char*> args = {command, "--request", request.c_str(), "--output", output.c_str()};
+      if (std::string(command) == "generate") args.insert(args.end(), {"--evaluations", "1", "--seed", "7"});
+      const absl::Status status = Run(args);
+      EXPECT_EQ(ExitCode(status), 2) << status;  // And not the fake's UNIMPLEMENTED.
+      EXPECT_EQ(ReasonOf(status), "USAGE") << status;
+      EXPECT_THAT(std::string(status.message()), HasSubstr(message));
+    }
   }
+}
+
+TEST_F(CommandsTest, AResultOnStandardOutputHasItAloneAndTheEventsGoToStandardError) {
+  server_.on_generate = [](grpc::ServerContext&, GenerateStream& stream) { return ServeGoodRun(stream, kVideo, kAudio); };
+  const std::string request = GoldenPath("inputs/t2va.safetensors"), copy = Output();
+  ::testing::internal::CaptureStdout();
+  const absl::Status status = Run({"generate", "--request", request.c_str(), "--evaluations", "1", "--seed", "7", "--output", "-"});
+  const std::string bytes = ::testing::internal::GetCapturedStdout();
+  ASSERT_TRUE(status.ok()) << status;
+  EXPECT_EQ(out_.str(), "");
+  EXPECT_THAT(err_.str(), HasSubstr(R"("event":"completed")"));
+  std::ofstream(copy, std::ios::binary) << bytes;
+  EXPECT_EQ(testing::ReadTensors(copy).at("video").data, kVideo);
+  EXPECT_EQ(testing::ReadTensors(copy).at("audio").data, kAudio);
 }
 
 TEST_F(CommandsTest, EvaluateAsksForTheFilesPointAndWritesTheVelocities) {
@@ -220,7 +242,7 @@ TEST_F(CommandsTest, WatchingMemoryPrintsOneJsonObjectALineUntilInterrupted) {
     client::Canceller& interrupt_;
   } buffer(interrupt_);
   std::ostream out(&buffer);
-  Context context = {.client = *client_, .interrupt = interrupt_, .out = out};
+  Context context = {.client = *client_, .interrupt = interrupt_, .out = out, .err = err_};
   EXPECT_TRUE(RunMemory(/*watch=*/true, context).ok());  // Ctrl-C is how a watch ends.
   const std::string text = buffer.str();
   const Json first = Json::parse(text.substr(0, text.find('\n')));

@@ -1,6 +1,10 @@
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -138,9 +142,31 @@ TEST_F(FilesTest, AFailedWriteLeavesNothingBehind) {
 TEST_F(FilesTest, OutputPathsThatCannotBeWrittenAreRefusedEarly) {
   EXPECT_TRUE(CheckOutputPath(Path("new")).ok());
   EXPECT_TRUE(CheckOutputPath("relative.safetensors").ok());
-  EXPECT_EQ(CheckOutputPath(Path("no/folder/out")).code(), absl::StatusCode::kNotFound);
-  EXPECT_EQ(CheckOutputPath(folder_.string()).code(), absl::StatusCode::kFailedPrecondition);
-  EXPECT_EQ(CheckOutputPath("/dev/null").code(), absl::StatusCode::kFailedPrecondition);
+  const std::vector<std::pair<std::string, std::string>> refused = {
+      {Path("no/folder/out"), "there is no folder"}, {folder_.string(), "that is a folder; name a file in it"}, {"", "the name of a file"},
+      {Path(std::string(300, 'x')), "File name too long"}};
+  for (const auto& [path, message] : refused) {
+    const absl::Status status = CheckOutputPath(path);
+    EXPECT_EQ(ExitCode(status), 2) << path << ": " << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr(message));
+  }
+}
+
+TEST_F(FilesTest, DevicesAndPipesAreWrittenIntoAndStayWhatTheyAre) {
+  ASSERT_TRUE(CheckOutputPath("/dev/null").ok());
+  EXPECT_TRUE(WriteSafetensors("/dev/null", SomeTensors()).ok());
+  EXPECT_TRUE(fs::is_character_file("/dev/null"));
+  EXPECT_FALSE(WriteSafetensors("/dev/full", SomeTensors()).ok());
+
+  ASSERT_EQ(mkfifo(Path("pipe").c_str(), 0600), 0);
+  ASSERT_TRUE(CheckOutputPath(Path("pipe")).ok());
+  const int reader = open(Path("pipe").c_str(), O_RDONLY | O_NONBLOCK);
+  ASSERT_TRUE(WriteSafetensors(Path("pipe"), SomeTensors()).ok());
+  std::string bytes(4096, '\0');
+  bytes.resize(static_cast<size_t>(std::max<ssize_t>(0, read(reader, bytes.data(), bytes.size()))));
+  close(reader);
+  Write("copy", bytes);
+  EXPECT_THAT(testing::ReadTensors(Path("copy")), SizeIs(3));
 }
 
 }  // namespace
