@@ -1,12 +1,28 @@
 #include "client/call.h"
 
+#include <string>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "proto/support/status.h"
 
 namespace h3::client {
+
+namespace {
+
+// The commonest trouble of all, so in plain words: which address, what is wrong with it, what to do.
+std::string Unreachable(absl::string_view server, absl::string_view transport) {
+  constexpr absl::string_view kStart =
+      "; start a server there (h3-scheduler --model PATH --listen ADDRESS), or name the address of one that runs (h3ctl: --server or H3_SERVER)";
+  if (absl::StrContains(transport, "Connection refused") || absl::StrContains(transport, "No such file or directory")) {
+    return absl::StrCat("nothing listens at ", server, kStart);
+  }
+  return absl::StrCat("no connection to ", server, ", or it was lost (", transport, ")", kStart);
+}
+
+}  // namespace
 
 Call::Call(const CallOptions& options, std::string server) : options_(options), server_(std::move(server)) {
   if (options_.timeout.has_value()) context_.set_deadline(absl::ToChronoTime(absl::Now() + *options_.timeout));
@@ -30,9 +46,7 @@ absl::Status Call::End(const grpc::Status& grpc_status) const {
                                  absl::FormatDuration(options_.timeout.value_or(absl::ZeroDuration()))),
                     {{"server", server_}});
     case absl::StatusCode::kUnavailable:
-      return Refuse(status.code(), "UNREACHABLE",
-                    absl::StrCat("no connection to ", server_, " (", status.message(), "); does h3-scheduler run there?"),
-                    {{"server", server_}});
+      return Refuse(status.code(), "UNREACHABLE", Unreachable(server_, status.message()), {{"server", server_}});
     default:
       return status;
   }

@@ -168,6 +168,16 @@ TEST(ClientTest, AServerThatIsNotThereIsUnreachableByName) {
   EXPECT_THAT(std::string(status.message()), HasSubstr("unix:/nonexistent/h3.sock"));
 }
 
+TEST(ClientTest, WhereNothingListensTheMessageSaysHowToStartAServerOrNameAnother) {
+  for (const char* address : {"127.0.0.1:1", "unix:/nonexistent/h3.sock"}) {
+    const absl::Status status = Client(address).GetStatus().status();
+    EXPECT_EQ(ReasonOf(status), "UNREACHABLE");
+    EXPECT_EQ(DetailsOf(status)["server"], address);
+    EXPECT_THAT(std::string(status.message()), HasSubstr(absl::StrCat("nothing listens at ", address, "; start a server there (h3-scheduler --model PATH")));
+    EXPECT_THAT(std::string(status.message()), HasSubstr("--server or H3_SERVER"));
+  }
+}
+
 // Streams that no correct server sends.
 struct BrokenStream {
   std::string name;
