@@ -204,6 +204,8 @@ class Planner {
       int64_t terms = 0, ranks = 0, count = 0, converted = 0;
       bool uniform = true;
     };
+    // A gain of DoRA depends on the factors of every adapter before it.
+    const bool by_modality = !std::all_of(stack_.begin(), stack_.end(), [](const PlannedEntry& planned) { return Uniform(*planned.entry); });
     std::map<std::pair<int64_t, int64_t>, Group> groups;
     std::set<int64_t> borders = {0, s.out};
     SiteCost cost;
@@ -227,7 +229,7 @@ class Planner {
           case TermKind::kDoraRows:
             cost.fixed = std::max(cost.fixed, term.rows.count * term.rank * (2 * kFloat + element) + s.in * term.rank * element);
             largest = std::max(largest, std::max(Converted(2 * term.rows.count) + (rows_differ ? kFloat * term.rows.count : 0),
-                                                 element * term.rank + (rows_differ || tagged ? (element + 2 * kFloat) * term.rows.count : 0)));
+                                                 element * term.rank + (tagged && by_modality ? (element + 2 * kFloat) * term.rows.count + Converted(2 * term.rows.count) : 0)));
             break;
           case TermKind::kDoraColumns:
             borders.insert({term.rows.begin, term.rows.begin + term.rows.count});
