@@ -23,6 +23,17 @@ void BlockStopSignals();
 // Lives until the process ends.
 void OnStopSignal(std::function<void()> drain);
 
+// An address as it was given on the command line, to listen on.
+struct AddressFlag {
+  std::string flag;     // "--listen"
+  std::string address;  // HOST:PORT
+  bool unix_too = false;  // unix:PATH as well.
+};
+
+// Whether one can listen on each, asked before anything is loaded. 0, or the exit code, with one plain line on stderr that names the
+// flag: 2 where it is no address of this machine, 1 where it is taken or not allowed. Asks the resolver.
+int CheckAddresses(const std::vector<AddressFlag>& flags);
+
 // A listening gRPC server.
 struct ListeningServer {
   std::unique_ptr<grpc::Server> server;

@@ -298,6 +298,9 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "--device cuda:all: there is no CUDA device on this machine\n");
     return 2;
   }
+  std::vector<h3::AddressFlag> addresses = {{"--listen", flags.listen, true}, {"--metrics", flags.metrics}};
+  if (!flags.model.model.empty()) addresses.push_back({"--worker-metrics", flags.worker_metrics});
+  if (const int code = h3::CheckAddresses(addresses); code != 0) return code;
   flags.options.max_buffered_bytes = h3::ParseBytes(flags.max_buffered)->value();
   flags.options.max_upload_bytes = h3::ParseBytes(flags.max_upload)->value();
   flags.options.max_request_bytes = h3::ParseBytes(flags.max_request)->value();

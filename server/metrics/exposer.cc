@@ -36,7 +36,7 @@ absl::StatusOr<std::unique_ptr<MetricsExposer>> MetricsExposer::Create(const std
     const std::string bound = ports.empty() ? address : absl::StrCat(host, ":", ports.front());
     return absl::WrapUnique(new MetricsExposer(std::move(exposer), bound));
   } catch (const std::exception& e) {
-    return absl::UnavailableError(absl::StrCat("cannot serve metrics on ", address, ": ", e.what()));
+    return absl::UnavailableError(absl::StrCat("--metrics ", address, ": cannot serve metrics there: ", e.what()));
   }
 }
 
