@@ -117,9 +117,12 @@ grpc::ServerUnaryReactor* OperationsService::GetStatus(grpc::CallbackServerConte
   response->set_queue_capacity(static_cast<uint32_t>(core_.dispatcher().capacity()));
   response->set_running(static_cast<uint32_t>(core_.dispatcher().running()));
   response->set_draining(core_.draining());
-  for (const auto& worker : core_.workers()) *response->add_workers() = worker->Status();
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
-  reactor->Finish(grpc::Status::OK);
+  // What a worker said at its last heartbeat may be over since.
+  RefreshAll(core_, [this, reactor, response] {
+    for (const auto& worker : core_.workers()) *response->add_workers() = worker->Status();
+    reactor->Finish(grpc::Status::OK);
+  });
   return reactor;
 }
 

@@ -185,6 +185,9 @@ v1::WorkerStatus WorkerLink::Status() const {
   if (snapshot_.has_value()) {
     status.set_device(snapshot_->model().device());
     status.set_base_fingerprint(snapshot_->model().base_fingerprint());
+  }
+  // What it last said is no longer so: nothing runs on a worker that is gone, or that starts again.
+  if (snapshot_.has_value() && (state_ == v1::WORKER_STATE_READY || state_ == v1::WORKER_STATE_DRAINING)) {
     status.set_running(snapshot_->running());
     status.set_sessions(snapshot_->sessions());
   }

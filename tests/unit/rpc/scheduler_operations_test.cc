@@ -94,6 +94,36 @@ TEST_F(SchedulerOperationsTest, StatusTellsTheQueueAndEveryWorker) {
   EXPECT_EQ(status.workers(0).base_fingerprint(), "fingerprint-of-fake");
 }
 
+TEST_F(SchedulerOperationsTest, StatusShowsNoWorkThatIsOverOrOnAWorkerThatIsLost) {
+  Worker& worker = StartWorker();
+  const auto status = [&] {
+    const auto context = NewContext();
+    v1::GetStatusResponse response;
+    EXPECT_TRUE(operations->GetStatus(context.get(), {}, &response).ok());
+    EXPECT_EQ(response.workers_size(), 1);
+    return response.workers_size() == 1 ? response.workers(0) : v1::WorkerStatus();
+  };
+  // Known at once, not with the next heartbeat.
+  worker.engine.HoldSteps();
+  const auto first = NewContext();
+  const auto run = Start(first.get(), Header(1));
+  ASSERT_TRUE(worker.engine.WaitForBegun(1));
+  EXPECT_EQ(status().running(), 1u);
+  worker.engine.AllowSteps(100);
+  EXPECT_TRUE(Drain(*run).ok());
+  EXPECT_TRUE(Eventually([&] { return status().running() == 0; }));
+
+  worker.engine.HoldSteps();
+  const auto second = NewContext();
+  const auto lost = Start(second.get(), Header(1));
+  ASSERT_TRUE(Eventually([&] { return status().running() == 1; }));
+  links.at("w")->Disconnect("killed");
+  const v1::WorkerStatus gone = status();
+  EXPECT_EQ(gone.state(), v1::WORKER_STATE_LOST);
+  EXPECT_EQ(gone.device(), "cpu");  // What it is stays known.
+  EXPECT_EQ(gone.running(), 0u);
+}
+
 TEST_F(SchedulerOperationsTest, MemoryIsFreshAndDoesNotWaitForTheDevice) {
   Worker& worker = StartWorker();
   worker.engine.HoldSteps();
