@@ -229,7 +229,7 @@ def overview():
         series("Requests in flight",
                "denoise: a worker computes; stream: computed, on the way to the client; sessions: Evaluate.", "short",
                target(total(of("h3_requests_in_flight"), "phase"), "{{phase}}"), target(total(of("h3_sessions")), "sessions")),
-        series("Buffered tensors", "Host memory for the tensors of requests that have not started (--max-buffered).", "bytes",
+        series("Buffered tensors", "Host memory for the tensors of requests that wait, or run and may be run again (--max-buffered).", "bytes",
                target(total(of("h3_queue_buffered_bytes"), "instance"), "{{instance}}")),
         row("Workers"),
         series("Step time", "One model evaluation, over all workers and all sizes of requests.", "s",

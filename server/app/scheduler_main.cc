@@ -259,7 +259,7 @@ int main(int argc, char** argv) {
         return h3::ParseBytes(text).ok() ? "" : "not a number of bytes such as 16GiB: " + text;
       });
   app.add_option("--max-buffered", flags.max_buffered,
-                 "Bytes of tensors of all requests that wait; what does not fit is refused with QUEUE_FULL")
+                 "Bytes of tensors of all requests that wait or may be run again; what does not fit is refused with QUEUE_FULL")
       ->capture_default_str()
       ->group("Limits")
       ->check([](const std::string& text) {
@@ -267,6 +267,12 @@ int main(int argc, char** argv) {
       });
   app.add_option("--max-sessions", flags.options.max_sessions_per_worker, "Evaluate sessions per worker")
       ->check(CLI::Range(1, 10000))
+      ->capture_default_str()
+      ->group("Limits");
+  app.add_option("--retries", flags.options.retries,
+                 "Times that a request is run again, from its start and with the same result, when its worker is lost before the result has "
+                 "come; 0: never, it ends with WORKER_LOST")
+      ->check(CLI::Range(0, 100))
       ->capture_default_str()
       ->group("Limits");
   app.add_option("--when-full", flags.when_full,

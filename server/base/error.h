@@ -36,6 +36,7 @@ inline constexpr absl::string_view kNotFinite = "NOT_FINITE";
 inline constexpr absl::string_view kPresetChanged = "PRESET_CHANGED";
 inline constexpr absl::string_view kQueueFull = "QUEUE_FULL";
 inline constexpr absl::string_view kRankMismatch = "RANK_MISMATCH";
+inline constexpr absl::string_view kRequestKillsWorkers = "REQUEST_KILLS_WORKERS";
 inline constexpr absl::string_view kShapeMismatch = "SHAPE_MISMATCH";
 inline constexpr absl::string_view kUnknownAdapter = "UNKNOWN_ADAPTER";
 inline constexpr absl::string_view kUnknownModule = "UNKNOWN_MODULE";

@@ -59,6 +59,11 @@ const char* Name(RequestPhase phase) { return kPhases[static_cast<size_t>(phase)
 
 SchedulerMetrics::SchedulerMetrics(prometheus::Registry& registry)
     : worker_restarts(Counters(registry, "h3_worker_restarts_total", "Local workers that ended and were started again.").Add({})),
+      requests_retried(
+          Counters(registry, "h3_requests_retried_total", "Times that a request was queued again after its worker was lost.").Add({})),
+      requests_poisonous(Counters(registry, "h3_requests_poisonous_total",
+                                  "Requests refused because two workers in a row were lost at the same step of them.")
+                             .Add({})),
       requests_(Counters(registry, "h3_requests_total", "Generate calls that ended, by task and gRPC code.")),
       durations_(Histograms(registry, "h3_request_duration_seconds", "Time from the header to the end of completed Generate calls.")),
       output_bytes_(Counters(registry, "h3_output_bytes_total", "Bytes of results that were written to clients, of sessions too.")),
@@ -147,7 +152,8 @@ std::vector<prometheus::MetricFamily> QueueCollector::Collect() const {
       now.work_seconds);
   add(gauge("h3_queue_oldest_enqueue_timestamp_seconds", "Since when the request that has waited longest waits; 0 while none does."),
       now.oldest_timestamp);
-  add(gauge("h3_queue_buffered_bytes", "Host memory for the tensors of requests that have not started."), now.buffered_bytes);
+  add(gauge("h3_queue_buffered_bytes", "Host memory for the tensors of requests that wait, or run and may be run again."),
+      now.buffered_bytes);
   add(gauge("h3_sessions", "Open Evaluate sessions."), now.sessions);
   add(gauge("h3_workers_ready", "Workers that serve."), now.workers_ready);
   add(gauge("h3_adapters_registered", "Adapters in the adapters directory and among the uploads, as of the last half minute."),

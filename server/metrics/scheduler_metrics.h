@@ -47,6 +47,8 @@ class SchedulerMetrics {
   void ChangeInFlight(RequestPhase phase, int by);
 
   prometheus::Counter& worker_restarts;
+  prometheus::Counter& requests_retried;    // Each time that one is queued again.
+  prometheus::Counter& requests_poisonous;  // Ended with REQUEST_KILLS_WORKERS.
 
  private:
   prometheus::Family<prometheus::Counter>& requests_;

@@ -1,4 +1,5 @@
 // Generate of a scheduler: check, resolve, receive, queue, relay.
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <optional>
@@ -50,16 +51,21 @@ class GenerateRelay final : public StreamCall<v1::GenerateRequest, v1::GenerateR
   // From the worker. Of progress a slow client gets the newest; results are passed on one by one, the next is read when this
   // one is written. The next request starts on the worker as soon as this one has computed, however slowly its client reads.
   void OnWorkerMessage(WorkerGenerate& stream, v1::GenerateResponse response) {
+    begun_ = true;
     if (response.has_accepted()) {
       worker_accepted_ = true;
       return stream.ReadMore();  // Ours went out when the request was queued.
     }
     if (response.has_progress()) {
       if (response.progress().phase() == v1::PHASE_DENOISE) Enter(RequestPhase::kDenoise);
+      step_ = response.progress().step();
+      response.mutable_progress()->set_attempt(Attempt());
       SendNewest(std::move(response));
       return stream.ReadMore();
     }
     if (response.has_result()) {
+      has_result_ = true;
+      ForgetTensors();
       Enter(RequestPhase::kStream);
       core_.Finish(Id(), absl::ToDoubleSeconds(absl::Now() - assigned_at_));
     }
@@ -83,46 +89,49 @@ class GenerateRelay final : public StreamCall<v1::GenerateRequest, v1::GenerateR
     if (absl::IsUnavailable(status) && !Gone()) worker_->Suspect(std::string(status.message()));
     if (!worker_accepted_ && !Gone()) core_.CountWorkerRefusal(status);
     LeaveWorker();
+    const bool lost = ReasonOf(status) == reason::kWorkerLost && !has_result_ && !Gone();
+    const absl::Status end = lost ? CheckRetry(status) : status;
+    if (lost && end.ok()) return RunAgain(*worker_);
     core_.Finish(Id(), std::nullopt);  // Where there was no result.
-    End(status);
+    End(end);
   }
 
   // Ticket.
   void OnPlace(const Dispatcher::Place& place) override {
-    v1::GenerateResponse response;
-    v1::Progress& progress = *response.mutable_progress();
-    progress.set_phase(v1::PHASE_QUEUED);
-    progress.set_queue_position(place.position);
-    progress.set_steps(static_cast<uint32_t>(schedule_.evaluations()));
-    progress.set_eta_seconds(place.eta_seconds);
     {
       absl::MutexLock lock(&relay_mu_);
       if (last_position_ == place.position) return;
       last_position_ = place.position;
     }
-    SendNewest(std::move(response));
+    SendNewest(Queued(place));
   }
   bool OnAssigned(std::shared_ptr<WorkerLink> worker) override {
     assigned_at_ = absl::Now();
-    const std::shared_ptr<v1::Worker::Stub> stub = worker == nullptr ? nullptr : worker->stub();
+    const std::shared_ptr<v1::Worker::Stub> stub = worker->stub();
     auto self = std::static_pointer_cast<GenerateRelay>(shared_from_this());
-    auto stream = std::make_shared<WorkerGenerate>(self, worker == nullptr ? "" : worker->name());
+    auto stream = std::make_shared<WorkerGenerate>(self, worker->name());
     worker_ = std::move(worker);
+    worker_accepted_ = begun_ = false;
+    step_ = 0;
     {
       absl::MutexLock lock(&relay_mu_);
-      if (!gone_ && stub != nullptr) stream_ = stream;
+      if (gone_) return false;
+      if (stub != nullptr) stream_ = stream;
     }
-    if (!Running()) {
-      End(Refuse(absl::StatusCode::kUnavailable, reason::kWorkerLost,
-                 "the worker was lost before the request started; send it again", {{"retry_seconds", "1"}}));
-      return false;
+    if (stub == nullptr) {  // Lost between the decision and now.
+      core_.Requeue(Id(), *worker_, self);
+      WithdrawIfGone();
+      return true;
     }
-    core_.metrics().ObserveQueueWait(PriorityName(ToPriority(header_.priority())), absl::ToDoubleSeconds(assigned_at_ - queued_at_));
+    if (Attempt() == 0) {
+      core_.metrics().ObserveQueueWait(PriorityName(ToPriority(header_.priority())),
+                                       absl::ToDoubleSeconds(assigned_at_ - queued_at_));
+    }
     Enter(RequestPhase::kPrepare);
     stream->context()->set_deadline(context()->deadline());
     stub->async()->Generate(stream->context(), stream.get());
     v1::GenerateRequest header;
-    *header.mutable_header() = std::move(header_);
+    *header.mutable_header() = header_;
     stream->Send(std::move(header));
     SendChunks(*stream);
     stream->HalfClose();
@@ -179,6 +188,51 @@ class GenerateRelay final : public StreamCall<v1::GenerateRequest, v1::GenerateR
     if (stream != nullptr) stream->ReadMore();
   }
 
+  // Whether a request that lost its worker is run again; otherwise how it ends. Two losses in a row at the same step of it, each
+  // after the worker had begun with it, are the request's own doing. Where workers are killed for other reasons it is hit at
+  // different steps.
+  absl::Status CheckRetry(const absl::Status& lost) {
+    if (begun_) {
+      const std::optional<uint32_t> before = std::exchange(lost_at_, step_);
+      if (before.has_value() && std::max(*before, step_) - std::min(*before, step_) <= 1) {
+        core_.metrics().requests_poisonous.Increment();
+        return Refuse(absl::StatusCode::kFailedPrecondition, reason::kRequestKillsWorkers,
+                      absl::StrCat("two workers in a row were lost at step ", step_, " of this request, the last one was ",
+                                   worker_->name(), "; do not send it again, keep it for a report"),
+                      {{"worker", worker_->name()}, {"step", absl::StrCat(step_)}});
+      }
+    }
+    return Attempt() < core_.options().retries ? absl::OkStatus() : lost;
+  }
+  // From the start, on whichever worker is free next.
+  void RunAgain(WorkerLink& lost) {
+    {
+      absl::MutexLock lock(&relay_mu_);
+      ++attempt_;
+      newest_.reset();
+      last_position_ = 0;  // Or it is told another one.
+    }
+    core_.metrics().requests_retried.Increment();
+    Enter(RequestPhase::kQueue);
+    Send(Queued({}));  // Not in the place of other progress: the client shall see each attempt.
+    core_.Requeue(Id(), lost, std::static_pointer_cast<GenerateRelay>(shared_from_this()));
+    WithdrawIfGone();
+  }
+  // It may have left when there was nothing to withdraw.
+  void WithdrawIfGone() {
+    if (Gone()) core_.Withdraw(Id());
+  }
+  v1::GenerateResponse Queued(const Dispatcher::Place& place) {
+    v1::GenerateResponse response;
+    v1::Progress& progress = *response.mutable_progress();
+    progress.set_phase(v1::PHASE_QUEUED);
+    progress.set_queue_position(place.position);
+    progress.set_steps(static_cast<uint32_t>(schedule_.evaluations()));
+    progress.set_eta_seconds(place.eta_seconds);
+    progress.set_attempt(Attempt());
+    return response;
+  }
+
   // Leaves when the request was admitted and the call has ended, whichever comes last: a client may go while it is admitted.
   void CountLeaving(bool ended) {
     {
@@ -216,15 +270,17 @@ class GenerateRelay final : public StreamCall<v1::GenerateRequest, v1::GenerateR
 
   // In the place of progress that the client has not read yet.
   void SendNewest(v1::GenerateResponse progress) {
+    uint32_t attempt = 0;
     {
       absl::MutexLock lock(&relay_mu_);
       const bool queued = newest_.has_value();
       newest_ = std::move(progress);
       if (queued) return;
+      attempt = attempt_;
     }
-    SendAll([this](v1::GenerateResponse& out) {
+    SendAll([this, attempt](v1::GenerateResponse& out) {
       absl::MutexLock lock(&relay_mu_);
-      if (!newest_.has_value()) return false;
+      if (!newest_.has_value() || attempt != attempt_) return false;  // What is newest has a turn of its own, later.
       out = std::move(*newest_);
       newest_.reset();
       return true;
@@ -243,9 +299,9 @@ class GenerateRelay final : public StreamCall<v1::GenerateRequest, v1::GenerateR
     absl::MutexLock lock(&relay_mu_);
     return gone_;
   }
-  bool Running() {
+  uint32_t Attempt() {
     absl::MutexLock lock(&relay_mu_);
-    return stream_ != nullptr;
+    return attempt_;
   }
 
   absl::Status Take(v1::GenerateRequest& request) {
@@ -311,7 +367,7 @@ class GenerateRelay final : public StreamCall<v1::GenerateRequest, v1::GenerateR
                            .work = PackedRows(request_.layout) * static_cast<double>(schedule_.evaluations()),
                            .enqueued = queued_at_};
     H3_RETURN_IF_ERROR(Price(pending));
-    data_ = assembler_->Take();
+    data_ = std::make_shared<const std::vector<std::string>>(assembler_->Take());
     auto self = std::static_pointer_cast<GenerateRelay>(shared_from_this());
     H3_RETURN_IF_ERROR(core_.Submit(std::move(pending), self,
                                     [&](const Dispatcher::Place& place) {
@@ -321,7 +377,7 @@ class GenerateRelay final : public StreamCall<v1::GenerateRequest, v1::GenerateR
                                       Enter(RequestPhase::kQueue);
                                       Send(std::move(response));
                                     }));
-    if (Gone()) core_.Withdraw(id);  // It may have left when there was nothing to withdraw yet.
+    WithdrawIfGone();
     return absl::OkStatus();
   }
 
@@ -343,15 +399,13 @@ class GenerateRelay final : public StreamCall<v1::GenerateRequest, v1::GenerateR
   }
 
   void SendChunks(WorkerGenerate& stream) {
-    std::vector<absl::string_view> views(data_.begin(), data_.end());
-    auto reader = std::make_shared<ChunkReader>(std::move(views));
-    auto self = std::static_pointer_cast<GenerateRelay>(shared_from_this());  // Keeps the bytes.
-    stream.SendAll([self, reader](v1::GenerateRequest& request) {
-      if (reader->Next(*request.mutable_chunk())) return true;
-      self->data_.clear();  // The worker has them all: a long run holds no buffer.
-      self->GiveBuffer();
-      return false;
-    });
+    auto reader = std::make_shared<ChunkReader>(std::vector<absl::string_view>(data_->begin(), data_->end()));
+    stream.SendAll([reader, data = data_](v1::GenerateRequest& request) { return reader->Next(*request.mutable_chunk()); });
+  }
+  // It will not be run again: from here on it holds no buffer.
+  void ForgetTensors() {
+    data_.reset();
+    GiveBuffer();
   }
   void GiveBuffer() { core_.GiveBuffer(buffered_bytes_.exchange(0)); }
 
@@ -385,17 +439,21 @@ class GenerateRelay final : public StreamCall<v1::GenerateRequest, v1::GenerateR
   CheckedRequest request_;
   std::optional<TensorAssembler> assembler_;
   std::vector<ResolvedAdapter> resolved_;
-  std::vector<std::string> data_;
+  std::shared_ptr<const std::vector<std::string>> data_;  // Until the first of the result: what may be sent to a worker again.
   std::atomic<int64_t> buffered_bytes_{0};
   bool submitted_ = false;
   absl::Time queued_at_, assigned_at_;
   std::shared_ptr<WorkerLink> worker_;  // From OnAssigned on.
-  bool worker_accepted_ = false;        // In reactions of the worker's stream.
+  // In reactions of the worker's stream, which follow each other.
+  bool begun_ = false, worker_accepted_ = false, has_result_ = false;
+  uint32_t step_ = 0;                // Of this attempt.
+  std::optional<uint32_t> lost_at_;  // Step of the last attempt that a worker had begun and was lost in.
   absl::Status half_closed_;            // Why the end of the client's messages ended the call.
 
   absl::Mutex relay_mu_;
   std::shared_ptr<WorkerGenerate> stream_ ABSL_GUARDED_BY(relay_mu_);
   RequestId id_ ABSL_GUARDED_BY(relay_mu_) = 0;
+  uint32_t attempt_ ABSL_GUARDED_BY(relay_mu_) = 0;  // Workers lost so far.
   bool gone_ ABSL_GUARDED_BY(relay_mu_) = false;
   bool admitted_ ABSL_GUARDED_BY(relay_mu_) = false;
   bool ended_ ABSL_GUARDED_BY(relay_mu_) = false;

@@ -215,6 +215,16 @@ absl::Status SchedulerCore::Submit(PendingRequest request, std::shared_ptr<Ticke
   return absl::OkStatus();
 }
 
+void SchedulerCore::Requeue(RequestId id, WorkerLink& lost, std::shared_ptr<Ticket> ticket) {
+  OnWorkerChange(lost);  // That it is gone may not have been told yet: nothing must be assigned to it once its place is free.
+  {
+    absl::MutexLock lock(&mu_);
+    tickets_[id] = std::move(ticket);  // Before it can be withdrawn.
+  }
+  dispatcher_.Requeue(id);
+  Pump();
+}
+
 absl::Status SchedulerCore::CheckFits(const std::string& fingerprint, const RequestPlan& plan) const {
   std::optional<absl::Status> refusal;
   ByteCount largest;
@@ -278,7 +288,7 @@ void SchedulerCore::PumpOnce() {
         ticket = std::move(found->second);
         tickets_.erase(found);
       }
-      if (const auto found = workers_.find(assignment.worker); found != workers_.end()) worker = found->second;
+      worker = workers_.at(assignment.worker);
     }
     if (ticket == nullptr || !ticket->OnAssigned(std::move(worker))) Finish(assignment.request, std::nullopt);
   }

@@ -34,6 +34,7 @@ struct SchedulerOptions {
   int64_t max_request_bytes = int64_t{1} << 30;
   int64_t max_buffered_bytes = int64_t{8} << 30;
   int max_sessions_per_worker = 8;
+  uint32_t retries = 2;  // Times that a request is run again whose worker was lost.
   absl::Duration session_idle = absl::Minutes(5);
   bool refuse_when_full = false;  // What would have to wait for memory that sessions hold is refused instead.
 };
@@ -88,7 +89,7 @@ class SchedulerCore {
   // The same, on the file thread.
   absl::StatusOr<PinnedStack> PinStack(StackEntries stack, int64_t evaluations, const BaseFacts& base);
 
-  // Host memory for the tensors of requests that have not started. RESOURCE_EXHAUSTED / QUEUE_FULL when it would not fit now;
+  // Host memory for the tensors of requests that wait or may be run again. RESOURCE_EXHAUSTED / QUEUE_FULL when it would not fit now;
   // what was taken must be given back.
   absl::Status TakeBuffer(int64_t bytes) ABSL_LOCKS_EXCLUDED(mu_);
   void GiveBuffer(int64_t bytes) ABSL_LOCKS_EXCLUDED(mu_);
@@ -102,6 +103,8 @@ class SchedulerCore {
   // place until it is assigned; Finish gives the worker back. UNAVAILABLE / DRAINING, or RESOURCE_EXHAUSTED / QUEUE_FULL.
   absl::Status Submit(PendingRequest request, std::shared_ptr<Ticket> ticket,
                       const std::function<void(const Dispatcher::Place&)>& accepted) ABSL_LOCKS_EXCLUDED(mu_);
+  // Instead of Finish, for a request whose worker was lost: it keeps its place in the order, whether there is room or not.
+  void Requeue(RequestId id, WorkerLink& lost, std::shared_ptr<Ticket> ticket) ABSL_LOCKS_EXCLUDED(mu_);
   // True when it waited and will never be assigned.
   bool Withdraw(RequestId id) ABSL_LOCKS_EXCLUDED(mu_);
   void Finish(RequestId id, std::optional<double> seconds) ABSL_LOCKS_EXCLUDED(mu_);

@@ -74,6 +74,21 @@ void Dispatcher::Finished(RequestId id, std::optional<double> seconds) {
     seconds_per_work_ = seconds_per_work_ == 0 ? sample : (1 - kWeight) * seconds_per_work_ + kWeight * sample;
   }
   running_.erase(running);
+  FreeLocked(id);
+}
+
+void Dispatcher::Requeue(RequestId id) {
+  absl::MutexLock lock(&mu_);
+  const auto running = running_.find(id);
+  if (running == running_.end()) return;
+  std::deque<Waiting>& queue = queues_[static_cast<size_t>(running->second.request.priority)];
+  const auto after = std::find_if(queue.begin(), queue.end(), [&](const Waiting& w) { return w.request.id > id; });
+  queue.insert(after, {.request = std::move(running->second.request), .held = false});
+  running_.erase(running);
+  FreeLocked(id);
+}
+
+void Dispatcher::FreeLocked(RequestId id) {
   for (auto& [name, worker] : workers_) {
     if (worker.running == id) worker.running.reset();
   }

@@ -68,12 +68,15 @@ class Dispatcher {
   std::vector<Assignment> Dispatch(absl::Time now) ABSL_LOCKS_EXCLUDED(mu_);
   // Takes a waiting request out; false when it does not wait (any more).
   bool Remove(RequestId id) ABSL_LOCKS_EXCLUDED(mu_);
+  // A running request has lost its worker: it waits again, before all of its class that came after it. It had its
+  // place already, so it is never refused.
+  void Requeue(RequestId id) ABSL_LOCKS_EXCLUDED(mu_);
   // A running request has ended. `seconds`: how long it ran where it completed; teaches the prediction.
   void Finished(RequestId id, std::optional<double> seconds) ABSL_LOCKS_EXCLUDED(mu_);
 
   // Serves that base from now on; again whenever its memory is another.
   void WorkerReady(const WorkerId& worker, const std::string& fingerprint, WorkerMemory memory = {}) ABSL_LOCKS_EXCLUDED(mu_);
-  // What ran there must be ended by the caller (Finished).
+  // What ran there must be ended by the caller (Finished or Requeue).
   void WorkerGone(const WorkerId& worker) ABSL_LOCKS_EXCLUDED(mu_);
 
   struct Place {
@@ -118,6 +121,7 @@ class Dispatcher {
     std::optional<RequestId> running;
   };
 
+  void FreeLocked(RequestId id) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   static bool Fits(const Worker& worker, const PendingRequest& request);
   std::vector<Place> PlacesLocked() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   size_t QueuedLocked() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);

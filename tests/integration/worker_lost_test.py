@@ -1,5 +1,6 @@
 """A worker that dies takes neither the scheduler nor the next request with it."""
 
+import concurrent.futures
 import os
 import signal
 import threading
@@ -9,11 +10,13 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from h3test.protos import operations, operations_grpc
+from h3test import GOLDEN, metrics
+from h3test.protos import generation, operations, operations_grpc
 from h3test.requests import Generate, RequestFile, Session, reason, stack
-from h3test.servers import wait_for
+from h3test.servers import Worker, wait_for
 
 STACK = stack(("turbo", 1.0), ("style", 0.5))
+EVALUATIONS = 800  # Of a model so small that this is some seconds.
 
 
 @pytest.fixture
@@ -26,6 +29,10 @@ def request_file(small_h3):
     return RequestFile(small_h3 / "request.safetensors")
 
 
+def same(one, other):
+    return all((one.tensors[name] == other.tensors[name]).all() for name in other.tensors)
+
+
 def in_the_middle(call):
     for kind, event in call:
         if kind == "progress" and event.step >= 1:
@@ -35,25 +42,97 @@ def in_the_middle(call):
 def test_sigkill_in_the_middle_of_a_request(server, request_file):
     with grpc.insecure_channel(server.address) as channel:
         operator = operations_grpc.OperationsStub(channel)
-        before = Generate(channel, request_file, STACK, seed=1, evaluations=2).run()
-        call = Generate(channel, request_file, STACK, seed=1, evaluations=1000)
+        quiet = Generate(channel, request_file, STACK, seed=1, evaluations=10).run()
+        call = Generate(channel, request_file, STACK, seed=1, evaluations=10)
         in_the_middle(call)
         (worker,) = server.worker_pids()
         killed = time.monotonic()
         os.kill(worker, signal.SIGKILL)
+        progress = [(event, time.monotonic()) for kind, event in call if kind == "progress"]
+        queued = [(event, when) for event, when in progress if event.phase == generation.PHASE_QUEUED]
+        assert [event.attempt for event, _ in queued] == [1], "the client was told once"
+        assert queued[0][1] - killed < 2
+        assert progress[-1][0].attempt == 1
+        assert same(call, quiet)
+        assert server.worker_pids() != [worker]
+        status = operator.GetStatus(operations.GetStatusRequest())
+        assert status.workers[0].state == operations.WORKER_STATE_READY and status.workers[0].restarts == 1
+        assert same(Generate(channel, request_file, STACK, seed=1, evaluations=10).run(), quiet)
+
+
+def test_without_retries_the_client_learns_it(small_h3, fresh_server, request_file):
+    server = fresh_server(small_h3 / "h3-small.safetensors", small_h3 / "adapters", "--retries", "0")
+    with grpc.insecure_channel(server.address) as channel:
+        call = Generate(channel, request_file, STACK, seed=1, evaluations=1000)
+        in_the_middle(call)
+        killed = time.monotonic()
+        os.kill(*server.worker_pids(), signal.SIGKILL)
         with pytest.raises(grpc.RpcError) as caught:
             call.run()
         assert time.monotonic() - killed < 2
         assert reason(caught.value) == (grpc.StatusCode.UNAVAILABLE, "WORKER_LOST")
 
-        def ready():
-            status = operator.GetStatus(operations.GetStatusRequest())
-            return status.workers[0].state == operations.WORKER_STATE_READY and status.workers[0].restarts == 1
 
-        wait_for(ready, "the worker is back", 30)
-        after = Generate(channel, request_file, STACK, seed=1, evaluations=2).run()
-        assert all((after.tensors[name] == before.tensors[name]).all() for name in before.tensors)
-        assert server.worker_pids() != [worker]
+def test_a_request_that_kills_each_worker_it_meets_is_refused(server, request_file):
+    with grpc.insecure_channel(server.address) as channel:
+        call = Generate(channel, request_file, STACK, seed=1, evaluations=1000)
+        deaths = 0
+        with pytest.raises(grpc.RpcError) as caught:
+            for kind, event in call:
+                # Long before the next step: the worker says each.
+                if kind == "progress" and event.phase != generation.PHASE_QUEUED and event.attempt == deaths:
+                    os.kill(*server.worker_pids(), signal.SIGKILL)
+                    deaths += 1
+        assert reason(caught.value) == (grpc.StatusCode.FAILED_PRECONDITION, "REQUEST_KILLS_WORKERS")
+        assert deaths == 2
+        assert Generate(channel, request_file, STACK, seed=1, evaluations=2).run().completed, "the others go on"
+        shown = metrics.values(server.metrics)
+        assert shown["h3_requests_poisonous_total"] == 1 and shown["h3_requests_retried_total"] == 1
+
+
+def test_a_client_may_leave_while_its_request_waits_for_the_restart(server, request_file):
+    with grpc.insecure_channel(server.address) as channel:
+        call = Generate(channel, request_file, STACK, seed=1, evaluations=1000)
+        in_the_middle(call)
+        os.kill(*server.worker_pids(), signal.SIGKILL)
+        next(event for kind, event in call if kind == "progress" and event.attempt == 1)
+        call.call.cancel()
+        assert Generate(channel, request_file, STACK, seed=1, evaluations=2).run().completed
+
+
+def test_killed_workers_cost_no_request(fresh_server):
+    """Six clients, two workers that are killed in turn and come back: every result is there, and the same as in peace."""
+    model, inputs = GOLDEN / "full/model.safetensors", RequestFile(GOLDEN / "inputs/t2va.safetensors")
+    workers = [Worker(model, GOLDEN) for _ in range(2)]
+    try:
+        server = fresh_server(None, GOLDEN, *(option for worker in workers for option in ("--worker", worker.address)))
+        with grpc.insecure_channel(server.address) as channel:
+            expected = [Generate(channel, inputs, seed=seed, evaluations=EVALUATIONS).run() for seed in range(6)]
+            over = threading.Event()
+
+            def client(seed):
+                done = 0
+                while not over.is_set():
+                    assert same(Generate(channel, inputs, seed=seed, evaluations=EVALUATIONS).run(), expected[seed])
+                    done += 1
+                return done
+
+            with concurrent.futures.ThreadPoolExecutor(6) as pool:
+                clients = [pool.submit(client, seed) for seed in range(6)]
+                try:
+                    for kill in range(4):
+                        over.wait(4)
+                        workers[kill % 2].kill()
+                        workers[kill % 2].start()
+                finally:
+                    over.set()
+                assert all(client.result() > 0 for client in clients)
+            shown = metrics.values(server.metrics)
+            assert shown["h3_requests_retried_total"] > 0, "nobody was hit"
+            assert shown["h3_requests_poisonous_total"] == 0
+    finally:
+        for worker in workers:
+            worker.kill()
 
 
 def test_a_session_learns_that_its_worker_died(server, request_file):
@@ -69,17 +148,15 @@ def test_a_session_learns_that_its_worker_died(server, request_file):
 def test_a_stopped_worker_is_noticed_too(server, request_file):
     """SIGSTOP: the process is there and silent, as with a hung device driver."""
     with grpc.insecure_channel(server.address) as channel:
-        call = Generate(channel, request_file, STACK, seed=1, evaluations=1000, timeout=60)
+        call = Generate(channel, request_file, STACK, seed=1, evaluations=10, timeout=60)
         in_the_middle(call)
         (worker,) = server.worker_pids()
         os.kill(worker, signal.SIGSTOP)
         try:
-            with pytest.raises(grpc.RpcError) as caught:
-                call.run()
-            assert reason(caught.value) == (grpc.StatusCode.UNAVAILABLE, "WORKER_LOST")
+            next(event for kind, event in call if kind == "progress" and event.attempt == 1)
         finally:
-            if worker in server.worker_pids():
-                os.kill(worker, signal.SIGCONT)
+            os.kill(worker, signal.SIGCONT)
+        assert call.run().completed, "it waited for a worker that answers"
 
 
 def test_readiness_follows_the_worker_and_liveness_does_not(server):

@@ -6,6 +6,7 @@ import pathlib
 import queue
 import re
 import signal
+import socket
 import subprocess
 import tempfile
 import threading
@@ -27,15 +28,42 @@ def wait_for(condition, what, seconds=30):
     return value
 
 
+def free_port():
+    """One that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Worker:
+    """An h3-worker at an address of its own, which it keeps over kill() and start()."""
+
+    def __init__(self, model, adapters):
+        self.address = f"127.0.0.1:{free_port()}"
+        self._arguments = [BIN / "h3-worker", "--model", model, "--adapters", adapters, "--listen", self.address, "--metrics", "127.0.0.1:0"]
+        self.start()
+
+    def start(self):
+        """Returns when it serves."""
+        self.process = subprocess.Popen(self._arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+                                        env={"OMP_NUM_THREADS": "1", **os.environ})
+        assert READY.fullmatch(self.process.stdout.readline()), "no ready line"
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
+        self.process.stdout.close()
+
+
 class Server:
-    """A running h3-scheduler with its local worker. `address` and `metrics` are HOST:PORT; `exit_code` is what it should end with."""
+    """A running h3-scheduler with its local worker, or without a model with the workers of its options. `address` and `metrics` are HOST:PORT; `exit_code` is what it should end with."""
 
     running = []  # For the report of a failed test.
 
     def __init__(self, model, adapters, *options):
         self._log = tempfile.NamedTemporaryFile("w+", prefix="h3-scheduler-", suffix=".log")
         self.process = subprocess.Popen(
-            [BIN / "h3-scheduler", "--model", model, "--adapters", adapters, "--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0", *options],
+            [BIN / "h3-scheduler", *(["--model", model] if model else []), "--adapters", adapters, "--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0", *options],
             stdout=subprocess.PIPE, stderr=self._log, text=True,
             # The tests' models are tiny: threads would only wait for each other, for ever on a busy machine.
             env={"OMP_NUM_THREADS": "1", **os.environ})

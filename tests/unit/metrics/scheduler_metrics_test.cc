@@ -30,7 +30,9 @@ TEST_F(SchedulerMetricsTest, EverySeriesIsThereBeforeTheFirstRequest) {
                                                   {"h3_queue_wait_seconds", 3},
                                                   {"h3_request_phase_seconds", 4},
                                                   {"h3_requests_in_flight", 3},
-                                                  {"h3_worker_restarts_total", 1}};
+                                                  {"h3_worker_restarts_total", 1},
+                                                  {"h3_requests_retried_total", 1},
+                                                  {"h3_requests_poisonous_total", 1}};
   std::map<std::string, size_t> found;
   for (const prometheus::MetricFamily& family : registry.Collect()) {
     found[family.name] = family.metric.size();

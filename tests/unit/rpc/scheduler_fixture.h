@@ -55,9 +55,10 @@ class SchedulerFixture : public ::testing::Test {
     std::unique_ptr<grpc::Server> server;
   };
 
-  // Starts a worker, or one that has been lost again, and waits until the scheduler uses it.
-  Worker& StartWorker(const std::string& name = "w") {
+  // Starts a worker, or one that has been lost again, and waits until the scheduler uses it. `held`: with HoldSteps from the start.
+  Worker& StartWorker(const std::string& name = "w", bool held = false) {
     auto worker = std::make_unique<Worker>();
+    if (held) worker->engine.HoldSteps();
     const std::string address = absl::StrCat("unix:", sockets.path().string(), "/", name, ".sock");
     grpc::ServerBuilder builder;
     builder.AddListeningPort(address, grpc::InsecureServerCredentials());
@@ -70,6 +71,11 @@ class SchedulerFixture : public ::testing::Test {
     }
     EXPECT_TRUE(Eventually([&] { return link->state() == v1::WORKER_STATE_READY; }));
     return *(workers[name] = std::move(worker));
+  }
+
+  // As when its process dies.
+  static void Lose(Worker& worker) {
+    std::thread([&] { worker.server->Shutdown(std::chrono::system_clock::now()); }).join();
   }
 
   // tests/golden/inputs/t2va, from a seed.

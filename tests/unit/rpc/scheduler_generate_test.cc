@@ -284,13 +284,180 @@ TEST_F(SchedulerGenerateTest, CancellingARunStopsTheDevice) {
   EXPECT_TRUE(Drain(*Start(next.get(), Header())).ok());
 }
 
-TEST_F(SchedulerGenerateTest, AWorkerThatIsLostEndsItsRunWithARetryableReasonWithinTwoSeconds) {
+// Reads until a progress that `wanted` likes; false when the stream ends before.
+template <typename Wanted>
+bool ReadUntilProgress(GenerateStream& stream, const Wanted& wanted) {
+  Event event;
+  while (stream.Read(&event)) {
+    if (event.has_progress() && wanted(event.progress())) return true;
+  }
+  return false;
+}
+auto Attempt(uint32_t attempt) {
+  return [=](const v1::Progress& progress) { return progress.phase() == v1::PHASE_QUEUED && progress.attempt() == attempt; };
+}
+auto Preparing(uint32_t attempt) {
+  return [=](const v1::Progress& progress) { return progress.phase() == v1::PHASE_PREPARE && progress.attempt() == attempt; };
+}
+auto Step(uint32_t attempt, uint32_t step) {
+  return [=](const v1::Progress& progress) { return progress.step() == step && progress.attempt() == attempt; };
+}
+
+TEST_F(SchedulerGenerateTest, ARunThatLosesItsWorkerIsRunAgainBeforeWhatWaits) {
   Worker& worker = StartWorker();
-  const auto context = NewContext(), waiting = NewContext();
+  const auto context = NewContext(), one = NewContext(), two = NewContext();
   const auto run = Occupy(worker, context.get());
-  const auto queued = Enqueue(waiting.get(), Header());
+  const auto first = Enqueue(one.get(), Header(5));
+  const auto second = Enqueue(two.get(), Header(6));  // The queue is full.
+  ASSERT_TRUE(ReadUntilProgress(*run, Preparing(0)));
+  Lose(worker);
+  ASSERT_TRUE(ReadUntilProgress(*run, Attempt(1)));
+  EXPECT_TRUE(Eventually([&] { return core->dispatcher().queued() == 3; }));
+  EXPECT_EQ(core->buffered_bytes(), 3 * 1176);
+  EXPECT_EQ(Metrics("h3_requests_in_flight", "phase"), (std::map<std::string, double>{{"prepare", 0}, {"denoise", 0}, {"stream", 0}}));
+
+  Worker& next = StartWorker("again", /*held=*/true);
+  ASSERT_TRUE(next.engine.WaitForBegun(1));
+  const GenerationSpec spec = *next.engine.last_generation();
+  EXPECT_EQ(spec.schedule.evaluations(), 2) << "it has kept its place";
+  EXPECT_EQ(spec.seed, 7u);
+  ASSERT_EQ(spec.conditions.tensors.size(), 2u);
+  EXPECT_EQ(spec.conditions.tensors[0].data, Text()[0]);
+  next.engine.AllowSteps(100);
+  std::string data;
+  v1::Completed completed;
+  Event event;
+  while (run->Read(&event)) {
+    if (event.has_progress()) {
+      EXPECT_EQ(event.progress().attempt(), 1u);
+    }
+    if (event.has_chunk() && event.chunk().tensor() == 0) data += event.chunk().data();
+    if (event.has_completed()) completed = event.completed();
+  }
+  EXPECT_TRUE(FromGrpc(run->Finish()).ok());
+  ASSERT_EQ(data.size(), 64u);
+  for (size_t i = 0; i < data.size(); ++i) ASSERT_EQ(data[i], testing::FakeEngine::ResultByte(i));
+  EXPECT_EQ(completed.worker(), "again");
+  EXPECT_TRUE(Drain(*first).ok());
+  EXPECT_TRUE(Drain(*second).ok());
+  EXPECT_EQ(Metrics("h3_requests_retried_total", "").at(""), 1);
+  EXPECT_EQ(Metrics("h3_requests_poisonous_total", "").at(""), 0);
+  EXPECT_EQ(Metric("h3_requests_total", "OK"), 3);
+  EXPECT_EQ(Metric("h3_queue_wait_seconds", "normal"), 3);
+  EXPECT_EQ(core->buffered_bytes(), 0);
+  EXPECT_TRUE(Eventually([&] { return core->Active() == 0; }));
+}
+
+TEST_F(SchedulerGenerateTest, AnotherWorkerThatIsFreeTakesItAtOnce) {
+  Worker& one = StartWorker("one", /*held=*/true);
+  Worker& two = StartWorker("two", /*held=*/true);
+  const auto context = NewContext();
+  const auto run = Start(context.get(), Header());
+  ASSERT_TRUE(Eventually([&] { return one.engine.begun() + two.engine.begun() == 1; }));
+  Worker& lost = one.engine.begun() == 1 ? one : two;
+  Worker& other = &lost == &one ? two : one;
+  Lose(lost);
+  EXPECT_TRUE(ReadUntilProgress(*run, Attempt(1)));
+  other.engine.AllowSteps(100);
+  EXPECT_TRUE(Drain(*run).ok());
+}
+
+TEST_F(SchedulerGenerateTest, ARunIsNotTriedForEver) {
+  const auto context = NewContext();
+  std::unique_ptr<GenerateStream> run;
+  for (uint32_t attempt = 0; attempt < 3; ++attempt) {
+    Worker& worker = StartWorker(absl::StrCat("w", attempt), /*held=*/true);
+    if (run == nullptr) run = Start(context.get(), Header(20));
+    worker.engine.AllowSteps(1 + 3 * attempt);
+    ASSERT_TRUE(ReadUntilProgress(*run, Step(attempt, 3 * attempt)));
+    Lose(worker);
+  }
+  const absl::Status status = Drain(*run);
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
+  EXPECT_EQ(ReasonOf(status), "WORKER_LOST");
+  EXPECT_EQ(Metrics("h3_requests_retried_total", "").at(""), 2);
+  EXPECT_EQ(Metrics("h3_requests_poisonous_total", "").at(""), 0);
+  EXPECT_EQ(Metric("h3_requests_total", "UNAVAILABLE"), 1);
+  EXPECT_TRUE(Eventually([&] { return core->Active() == 0 && core->buffered_bytes() == 0; }));
+}
+
+TEST_F(SchedulerGenerateTest, ARequestThatKillsASecondWorkerAtTheSameStepIsRefused) {
+  const auto context = NewContext(), waiting = NewContext();
+  Worker& first = StartWorker("first", /*held=*/true);
+  const auto run = Start(context.get(), Header());
+  ASSERT_TRUE(ReadUntilProgress(*run, Preparing(0)));
+  const auto queued = Enqueue(waiting.get(), Header(3));
+  Lose(first);
+  Worker& second = StartWorker("second", /*held=*/true);
+  ASSERT_TRUE(ReadUntilProgress(*run, Preparing(1)));
+  Lose(second);
+  const absl::Status status = Drain(*run);
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+  EXPECT_EQ(ReasonOf(status), "REQUEST_KILLS_WORKERS");
+  EXPECT_EQ(DetailsOf(status)["worker"], "second");
+  EXPECT_EQ(Metrics("h3_requests_poisonous_total", "").at(""), 1);
+  StartWorker("third");
+  EXPECT_TRUE(Drain(*queued).ok()) << "the others go on";
+  EXPECT_TRUE(Eventually([&] { return core->Active() == 0 && core->buffered_bytes() == 0; }));
+}
+
+TEST_F(SchedulerGenerateTest, CancelledWhileItWaitsForAnotherWorkerItLeavesTheQueue) {
+  Worker& worker = StartWorker();
+  const auto context = NewContext(), next = NewContext();
+  const auto run = Occupy(worker, context.get());
+  Lose(worker);
+  ASSERT_TRUE(ReadUntilProgress(*run, Attempt(1)));
+  context->TryCancel();
+  EXPECT_EQ(Drain(*run).code(), absl::StatusCode::kCancelled);
+  EXPECT_TRUE(Eventually([&] { return core->dispatcher().queued() == 0 && core->Active() == 0 && core->buffered_bytes() == 0; }));
+  Worker& again = StartWorker("again");
+  EXPECT_TRUE(Drain(*Start(next.get(), Header(5))).ok());
+  EXPECT_EQ(again.engine.last_generation()->schedule.evaluations(), 5);
+  EXPECT_EQ(core->dispatcher().running(), 0u);
+}
+
+TEST_F(SchedulerGenerateTest, ItsDeadlineHoldsWhileItWaitsForAnotherWorker) {
+  Worker& worker = StartWorker();
+  const auto context = NewContext(absl::Seconds(1));
+  const auto run = Occupy(worker, context.get());
+  Lose(worker);
+  EXPECT_EQ(Drain(*run).code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_TRUE(Eventually([&] { return core->dispatcher().queued() == 0 && core->Active() == 0; }));
+}
+
+// Clients that leave at any moment of a change of workers: nothing is left of them.
+TEST_F(SchedulerGenerateTest, ClientsThatLeaveWhileWorkersAreLostLeaveNothingBehind) {
+  for (int i = 0; i < 20; ++i) {
+    Worker& worker = StartWorker(absl::StrCat("w", i), /*held=*/true);
+    const auto context = NewContext();
+    const auto run = Start(context.get(), Header());
+    ASSERT_TRUE(worker.engine.WaitForBegun(1));
+    std::thread leaving([&] {
+      absl::SleepFor(absl::Microseconds(100 * i));
+      context->TryCancel();
+    });
+    Lose(worker);
+    EXPECT_EQ(Drain(*run).code(), absl::StatusCode::kCancelled);
+    leaving.join();
+    ASSERT_TRUE(Eventually([&] { return core->Active() == 0 && core->dispatcher().queued() + core->dispatcher().running() == 0; }));
+  }
+  EXPECT_EQ(core->buffered_bytes(), 0);
+}
+
+class SchedulerWithoutRetriesTest : public SchedulerFixture {
+ protected:
+  SchedulerWithoutRetriesTest() : SchedulerFixture({.retries = 0}) {}
+};
+
+TEST_F(SchedulerWithoutRetriesTest, AWorkerThatIsLostEndsItsRunWithARetryableReasonWithinTwoSeconds) {
+  Worker& worker = StartWorker("w", /*held=*/true);
+  const auto context = NewContext(), waiting = NewContext();
+  const auto run = Start(context.get(), Header());
+  ASSERT_TRUE(worker.engine.WaitForBegun(1));
+  const auto queued = Start(waiting.get(), Header());
+  ASSERT_TRUE(Eventually([&] { return core->dispatcher().queued() == 1; }));
   const absl::Time lost = absl::Now();
-  std::thread([&] { worker.server->Shutdown(std::chrono::system_clock::now()); }).join();
+  Lose(worker);
   const absl::Status status = Drain(*run);
   EXPECT_LT(absl::Now() - lost, absl::Seconds(2));
   EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
@@ -369,7 +536,7 @@ class SchedulerBufferTest : public SchedulerFixture {
   SchedulerBufferTest() : SchedulerFixture(SmallBuffer()) {}
 };
 
-TEST_F(SchedulerBufferTest, UploadsThatWouldFillTheMemoryAreRefusedUntilOthersHaveStarted) {
+TEST_F(SchedulerBufferTest, UploadsThatWouldFillTheMemoryAreRefusedUntilOthersHaveTheirResults) {
   Worker& worker = StartWorker();
   const auto context = NewContext(), next = NewContext();
   auto slow = generation->Generate(context.get());  // Announces 1176 bytes and keeps them for itself.
@@ -381,11 +548,11 @@ TEST_F(SchedulerBufferTest, UploadsThatWouldFillTheMemoryAreRefusedUntilOthersHa
   worker.engine.HoldSteps();
   SendText(*slow);
   ASSERT_TRUE(worker.engine.WaitForBegun(1));
-  ASSERT_TRUE(Eventually([&] { return core->buffered_bytes() == 0; })) << "what runs holds no buffer";
-  const auto queued = Start(next.get(), Header());
+  EXPECT_EQ(core->buffered_bytes(), 1176) << "it may have to be sent to another worker";
   worker.engine.AllowSteps(100);
   EXPECT_TRUE(Drain(*slow).ok());
-  EXPECT_TRUE(Drain(*queued).ok());
+  EXPECT_EQ(core->buffered_bytes(), 0);
+  EXPECT_TRUE(Drain(*Start(next.get(), Header())).ok());
 }
 
 }  // namespace

@@ -77,6 +77,42 @@ TEST(DispatcherTest, ARequestDoesNotStartBeforeItsRelease) {
   EXPECT_THAT(Started(dispatcher), ElementsAre(Pair(1, "w")));
 }
 
+TEST(DispatcherTest, ARequestThatLostItsWorkerKeepsItsPlaceEvenInAFullQueue) {
+  Dispatcher dispatcher(2);
+  dispatcher.WorkerReady("a", kBase);
+  dispatcher.WorkerReady("b", kBase);
+  Enqueue(dispatcher, 1);
+  Enqueue(dispatcher, 2);
+  EXPECT_THAT(Started(dispatcher), ElementsAre(Pair(1, "a"), Pair(2, "b")));
+  Enqueue(dispatcher, 3);
+  Enqueue(dispatcher, 4, PriorityClass::kHigh);
+  dispatcher.WorkerGone("a");
+  dispatcher.WorkerGone("b");
+  dispatcher.Requeue(2);
+  dispatcher.Requeue(1);
+  dispatcher.Requeue(9);  // Not one of ours.
+  EXPECT_EQ(dispatcher.queued(), 4u);
+  EXPECT_EQ(dispatcher.running(), 0u);
+  EXPECT_FALSE(dispatcher.Submit({5, PriorityClass::kNormal, kBase, 1}).ok());
+  std::vector<RequestId> places;
+  for (const Dispatcher::Place& place : dispatcher.Places()) places.push_back(place.id);
+  EXPECT_THAT(places, ElementsAre(4, 1, 2, 3));
+  EXPECT_TRUE(dispatcher.Remove(1));
+  dispatcher.WorkerReady("a", kBase);
+  EXPECT_THAT(Started(dispatcher), ElementsAre(Pair(4, "a")));
+  dispatcher.Finished(4, std::nullopt);
+  EXPECT_THAT(Started(dispatcher), ElementsAre(Pair(2, "a")));
+}
+
+TEST(DispatcherTest, ARequestThatIsTakenBackFreesItsWorker) {
+  Dispatcher dispatcher(8);
+  dispatcher.WorkerReady("w", kBase);
+  Enqueue(dispatcher, 1);
+  EXPECT_THAT(Started(dispatcher), ElementsAre(Pair(1, "w")));
+  dispatcher.Requeue(1);
+  EXPECT_THAT(Started(dispatcher), ElementsAre(Pair(1, "w")));
+}
+
 TEST(DispatcherTest, HigherClassesGoFirstAndEachInItsOrder) {
   Dispatcher dispatcher(8);
   Enqueue(dispatcher, 1, PriorityClass::kLow);
