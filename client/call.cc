@@ -15,7 +15,8 @@ namespace {
 // The commonest trouble of all, so in plain words: which address, what is wrong with it, what to do.
 std::string Unreachable(absl::string_view server, absl::string_view transport) {
   constexpr absl::string_view kStart =
-      "; start a server there (h3-scheduler --model PATH --listen ADDRESS), or name the address of one that runs (h3ctl: --server or H3_SERVER)";
+      "; start a server there (h3-scheduler --model PATH --listen ADDRESS), or name the address of one that runs "
+      "(h3ctl: --server or H3_SERVER)";
   if (absl::StrContains(transport, "Connection refused") || absl::StrContains(transport, "No such file or directory")) {
     return absl::StrCat("nothing listens at ", server, kStart);
   }

@@ -64,7 +64,10 @@ void AddGenerate(CLI::App& app, Invocation& invocation) {
   CLI::App& command = *app.add_subcommand("generate", "Denoise a request from noise to latents");
   const auto flags = std::make_shared<GenerateFlags>();
   AddRunOptions(command, *flags);
-  command.add_option("--output", flags->output, "Safetensors file to write (-: standard output, text then on stderr): video, audio (rows), video_latents, audio_latents")
+  command
+      .add_option("--output", flags->output,
+                  "Safetensors file to write (-: standard output, text then on stderr): video, audio (rows), video_latents, "
+                  "audio_latents")
       ->required()
       ->type_name("FILE");
   command.add_option("--evaluations", flags->evaluations, "Model evaluations (steps); needed unless there are --sigmas")
@@ -114,7 +117,10 @@ void AddEvaluate(CLI::App& app, Invocation& invocation) {
   CLI::App& command = *app.add_subcommand("evaluate", "Run the model once on a request's rows");
   const auto flags = std::make_shared<EvaluateFlags>();
   AddRunOptions(command, *flags);
-  command.add_option("--output", flags->output, "Safetensors file to write (-: standard output, text then on stderr): video, audio velocity rows, condition rows first")
+  command
+      .add_option("--output", flags->output,
+                  "Safetensors file to write (-: standard output, text then on stderr): video, audio velocity rows, condition "
+                  "rows first")
       ->required()
       ->type_name("FILE");
   command.add_option("--sigma", flags->sigma, "Video sigma after the shift; the audio's by re-shifting")->type_name("S");

@@ -22,7 +22,13 @@ struct Context {
   // What is shown beside a result that is written to `output`.
   Context Beside(const std::string& output) const {
     if (!IsStandardOutput(output)) return *this;
-    return {.client = client, .interrupt = interrupt, .out = err, .err = err, .json = json, .terminal = err_terminal, .err_terminal = err_terminal};
+    return {.client = client,
+            .interrupt = interrupt,
+            .out = err,
+            .err = err,
+            .json = json,
+            .terminal = err_terminal,
+            .err_terminal = err_terminal};
   }
 
   // Answers come from snapshots; a server that takes longer is not well.

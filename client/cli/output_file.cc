@@ -108,8 +108,8 @@ bool IsStandardOutput(const std::string& path) { return path == "-" || path == "
 absl::Status CheckOutputPath(const std::string& path) {
   const auto refuse = [&path](absl::string_view what) { return UsageError(absl::StrCat("--output ", path, ": ", what)); };
   if (IsStandardOutput(path)) {
-    if (isatty(STDOUT_FILENO) == 1) return refuse("the result is binary and standard output is a terminal; send it to a file or a pipe");
-    return absl::OkStatus();
+    if (isatty(STDOUT_FILENO) != 1) return absl::OkStatus();
+    return refuse("the result is binary and standard output is a terminal; send it to a file or a pipe");
   }
   if (path.empty()) return UsageError("--output needs the name of a file");
   struct stat info;

@@ -51,7 +51,8 @@ absl::Status CheckAddress(absl::string_view address, bool unix_too) {
   if (port.empty() || !absl::c_all_of(port, absl::ascii_isdigit) || !absl::SimpleAtoi(port, &number) || number > 65535) {
     return absl::InvalidArgumentError(absl::StrCat("the port \"", port, "\" is not a number from 0 to 65535"));
   }
-  if (absl::ConsumePrefix(&host, "[") != absl::ConsumeSuffix(&host, "]") || (absl::StrContains(host, ':') && address.front() != '[')) {
+  const bool opened = absl::ConsumePrefix(&host, "["), closed = absl::ConsumeSuffix(&host, "]");
+  if (opened != closed || (absl::StrContains(host, ':') && !opened)) {
     return absl::InvalidArgumentError("an IPv6 address goes in brackets: [::1]:50051");
   }
   const addrinfo hints = {.ai_flags = AI_PASSIVE, .ai_family = AF_UNSPEC, .ai_socktype = SOCK_STREAM};
@@ -69,10 +70,15 @@ absl::Status CheckAddress(absl::string_view address, bool unix_too) {
     problem = errno;
   }
   switch (problem) {
-    case EADDRNOTAVAIL: return absl::InvalidArgumentError(absl::StrCat("\"", host, "\" is no address of this machine"));
-    case EADDRINUSE: return absl::UnavailableError(absl::StrCat("port ", port, " is in use by another program; stop it, or take another port (0: a free one)"));
-    case EACCES: return absl::UnavailableError(absl::StrCat("no permission to listen on port ", port, "; take one above 1023"));
-    default: return absl::OkStatus();  // The server itself will tell.
+    case EADDRNOTAVAIL:
+      return absl::InvalidArgumentError(absl::StrCat("\"", host, "\" is no address of this machine"));
+    case EADDRINUSE:
+      return absl::UnavailableError(
+          absl::StrCat("port ", port, " is in use by another program; stop it, or take another port (0: a free one)"));
+    case EACCES:
+      return absl::UnavailableError(absl::StrCat("no permission to listen on port ", port, "; take one above 1023"));
+    default:
+      return absl::OkStatus();  // The server itself will tell.
   }
 }
 

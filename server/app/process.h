@@ -30,8 +30,8 @@ struct AddressFlag {
   bool unix_too = false;  // unix:PATH as well.
 };
 
-// Whether one can listen on each, asked before anything is loaded. 0, or the exit code, with one plain line on stderr that names the
-// flag: 2 where it is no address of this machine, 1 where it is taken or not allowed. Asks the resolver.
+// Whether one can listen on each, asked before anything is loaded. 0, or the exit code, with one plain line on stderr that
+// names the flag: 2 where it is no address of this machine, 1 where it is taken or not allowed. Asks the resolver.
 int CheckAddresses(const std::vector<AddressFlag>& flags);
 
 // A listening gRPC server.

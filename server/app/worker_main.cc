@@ -225,6 +225,7 @@ int main(int argc, char** argv) {
       "Prints `ready grpc=HOST:PORT metrics=HOST:PORT` when it serves. SIGTERM drains, a second one exits at once.\n"
       "Example: h3-worker --model h3-pruned.safetensors --adapters loras --listen 0.0.0.0:50052");
   CLI11_PARSE(app, argc, argv);
-  if (const int code = h3::CheckAddresses({{"--listen", flags.listen, true}, {"--metrics", flags.metrics}}); code != 0) return code;
+  const int code = h3::CheckAddresses({{"--listen", flags.listen, true}, {"--metrics", flags.metrics}});
+  if (code != 0) return code;
   h3::Run(flags);
 }

@@ -154,8 +154,9 @@ class Intake {
     }
     if (zero == 0) return;
     const bool all = zero == std::ssize(manifest_.terms) && manifest_.norm_offsets.empty() && !manifest_.curve.has_value();
-    manifest_.warnings.push_back(absl::StrCat("alpha is 0 (", absl::StrJoin(sources, ", "), ") for ", zero, " of ", manifest_.terms.size(),
-                                              " modules: ", all ? "the adapter has no effect" : "they have no effect",
+    manifest_.warnings.push_back(absl::StrCat("alpha is 0 (", absl::StrJoin(sources, ", "), ") for ", zero, " of ",
+                                              manifest_.terms.size(), " modules: ",
+                                              all ? "the adapter has no effect" : "they have no effect",
                                               "; give alpha= in the request if that is not meant"));
   }
 
@@ -166,7 +167,8 @@ class Intake {
       if (target.site < 0 && module.parts.size() == 1) return absl::OkStatus();
     }
     if (target.site < 0) {
-      return Bad(reason::kUnsupportedAdapterType, module.parts.begin()->second, "only a 1-D diff can be applied to a norm weight");
+      return Bad(reason::kUnsupportedAdapterType, module.parts.begin()->second,
+                 "only a 1-D diff can be applied to a norm weight");
     }
     const Site& site = SiteOf(target);
     if (const TensorInfo* offset = module.Find(Part::kOffset); offset != nullptr) {

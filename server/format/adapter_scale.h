@@ -39,7 +39,8 @@ struct DeclaredScale {
 DeclaredScale ReadDeclaredScale(const std::map<std::string, std::string>& metadata, const std::string& peft_config,
                                                 const std::string& section);
 
-// The value of an alpha tensor: shape [], [1], [1, 1], ..., any number type. BAD_SCALE otherwise, or where it is not a finite number >= 0.
+// The value of an alpha tensor: shape [], [1], [1, 1], ..., any number type. BAD_SCALE otherwise, or where it is not a finite
+// number >= 0.
 absl::StatusOr<double> ReadAlphaTensor(const TensorInfo& info, const TensorReader& read);
 
 }  // namespace h3

@@ -44,11 +44,16 @@ struct OtherFormat {
 const OtherFormat* RecogniseOther(absl::string_view begin) {
   static constexpr OtherFormat kEmpty = {"empty", "the file is empty; download it again"};
   static constexpr OtherFormat kLfs = {
-      "git-lfs-pointer", "it is a Git LFS pointer, a few lines that stand for the file; fetch the file itself with `git lfs pull`"};
+      "git-lfs-pointer",
+      "it is a Git LFS pointer, a few lines that stand for the file; fetch the file itself with `git lfs pull`"};
   static constexpr OtherFormat kHtml = {
-      "html", "it is a web page saved under this name (a login or error page, as a rule); log in, or take the direct link, and download it again"};
+      "html",
+      "it is a web page saved under this name (a login or error page, as a rule); log in, or take the direct link, and download "
+      "it again"};
   static constexpr OtherFormat kZip = {
-      "zip", "it is a zip archive (PyTorch's .pt, .pth and .ckpt files are zips too); unpack it, or convert the checkpoint to safetensors"};
+      "zip",
+      "it is a zip archive (PyTorch's .pt, .pth and .ckpt files are zips too); unpack it, or convert the checkpoint to "
+      "safetensors"};
   static constexpr OtherFormat kPickle = {
       "pickle", "it is a Python pickle (an old PyTorch .pt, .pth or .ckpt), which is never loaded; convert it to safetensors"};
   static constexpr OtherFormat kGguf = {
@@ -76,7 +81,8 @@ absl::Status NoHeader(absl::string_view begin, absl::string_view what) {
 absl::Status CutShort(int64_t file_bytes, int64_t missing, absl::string_view missing_text, absl::string_view tensor = "") {
   return Malformed(absl::StrCat("the file is cut short: ", file_bytes, " bytes are there, ", missing_text, missing,
                                 " are missing; download it again"),
-                   tensor, {{"looks_like", "truncated"}, {"bytes", absl::StrCat(file_bytes)}, {"missing_bytes", absl::StrCat(missing)}});
+                   tensor,
+                   {{"looks_like", "truncated"}, {"bytes", absl::StrCat(file_bytes)}, {"missing_bytes", absl::StrCat(missing)}});
 }
 
 // The header as events: no tree is built, so nesting costs nothing and duplicate keys are seen.
@@ -198,7 +204,9 @@ const TensorInfo* SafetensorsHeader::Find(absl::string_view name) const {
 }
 
 absl::StatusOr<SafetensorsHeader> ParseSafetensorsHeader(absl::string_view begin, int64_t file_bytes) {
-  if (begin.size() < kLengthBytes || file_bytes < static_cast<int64_t>(kLengthBytes)) return NoHeader(begin, "shorter than 8 bytes");
+  if (begin.size() < kLengthBytes || file_bytes < static_cast<int64_t>(kLengthBytes)) {
+    return NoHeader(begin, "shorter than 8 bytes");
+  }
   uint64_t length = 0;
   memcpy(&length, begin.data(), kLengthBytes);
   length = le64toh(length);
@@ -207,7 +215,8 @@ absl::StatusOr<SafetensorsHeader> ParseSafetensorsHeader(absl::string_view begin
   }
   if (static_cast<int64_t>(length) > file_bytes - static_cast<int64_t>(kLengthBytes) || length > begin.size() - kLengthBytes) {
     const int64_t missing = static_cast<int64_t>(kLengthBytes + length) - file_bytes;
-    if (missing > 0 && begin.size() > kLengthBytes && begin[kLengthBytes] == '{') return CutShort(file_bytes, missing, "at least ");
+    const bool begun = begin.size() > kLengthBytes && begin[kLengthBytes] == '{';
+    if (missing > 0 && begun) return CutShort(file_bytes, missing, "at least ");
     return NoHeader(begin, absl::StrCat("its header claims ", length, " bytes, the file has ", file_bytes));
   }
   const absl::string_view json = begin.substr(kLengthBytes, length);

@@ -1,5 +1,6 @@
-"""Addresses on the command lines of the servers: what one cannot listen on is told in one plain line, before anything is loaded."""
+"""Where programs listen and where they write: what cannot be is told in one plain line, before anything is loaded."""
 
+import json
 import socket
 import subprocess
 
@@ -9,7 +10,8 @@ from h3test import BIN, GOLDEN
 
 SCHEDULER = ["h3-scheduler", "--model", GOLDEN / "full/model.safetensors", "--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0"]
 WORKER = ["h3-worker", "--model", GOLDEN / "full/model.safetensors", "--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0"]
-FLAGS = [(SCHEDULER, "--listen"), (SCHEDULER, "--metrics"), (SCHEDULER, "--worker-metrics"), (WORKER, "--listen"), (WORKER, "--metrics")]
+FLAGS = [(SCHEDULER, "--listen"), (SCHEDULER, "--metrics"), (SCHEDULER, "--worker-metrics"),
+         (WORKER, "--listen"), (WORKER, "--metrics")]
 IDS = [f"{command[0]}{flag}" for command, flag in FLAGS]
 
 
@@ -20,7 +22,8 @@ def refusal(command, flag, address):
         arguments[arguments.index(flag) + 1] = address
     else:
         arguments += [flag, address]
-    done = subprocess.run([BIN / arguments[0], *arguments[1:]], capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+    done = subprocess.run([BIN / arguments[0], *arguments[1:]], capture_output=True, text=True, timeout=60,
+                          stdin=subprocess.DEVNULL)
     assert done.stdout == ""
     assert done.stderr.startswith(f"{flag} {address}: ") and done.stderr.count("\n") == 1, done.stderr
     return done.returncode, done.stderr.removeprefix(f"{flag} {address}: ").strip()
@@ -51,6 +54,18 @@ def test_a_port_in_use_is_told(command, flag):
         other.listen()
         code, said = refusal(command, flag, f"127.0.0.1:{other.getsockname()[1]}")
     assert code == 1 and "is in use by another program" in said
+
+
+def test_a_result_on_standard_output_equals_the_file_bit_for_bit(fresh_server, tmp_path):
+    server = fresh_server(GOLDEN / "full/model.safetensors", GOLDEN)
+    command = [BIN / "h3ctl", "--server", server.address, "--json", "generate", "--request", GOLDEN / "inputs/t2va.safetensors",
+               "--evaluations", "1", "--seed", "7", "--output"]
+    subprocess.run([*command, tmp_path / "out.safetensors"], check=True, capture_output=True)
+    piped = subprocess.run([*command, "-"], check=True, capture_output=True)
+    assert piped.stdout == (tmp_path / "out.safetensors").read_bytes()
+    assert [json.loads(line)["event"] for line in piped.stderr.splitlines()][-1] == "completed"
+    dropped = subprocess.run([*command, "/dev/null"], check=True, capture_output=True)
+    assert b'"completed"' in dropped.stdout and dropped.stderr == b""
 
 
 def test_a_name_of_this_machine_is_an_address(fresh_server):

@@ -173,7 +173,8 @@ TEST(ClientTest, WhereNothingListensTheMessageSaysHowToStartAServerOrNameAnother
     const absl::Status status = Client(address).GetStatus().status();
     EXPECT_EQ(ReasonOf(status), "UNREACHABLE");
     EXPECT_EQ(DetailsOf(status)["server"], address);
-    EXPECT_THAT(std::string(status.message()), HasSubstr(absl::StrCat("nothing listens at ", address, "; start a server there (h3-scheduler --model PATH")));
+    EXPECT_THAT(std::string(status.message()),
+                HasSubstr(absl::StrCat("nothing listens at ", address, "; start a server there (h3-scheduler --model PATH")));
     EXPECT_THAT(std::string(status.message()), HasSubstr("--server or H3_SERVER"));
   }
 }

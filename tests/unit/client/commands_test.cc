@@ -113,7 +113,9 @@ TEST_F(CommandsTest, ARefusedRunWritesNoFile) {
 TEST_F(CommandsTest, AnOutputThatCannotBeWrittenIsWrongUsageBeforeTheServerIsAsked) {
   const std::string request = GoldenPath("inputs/t2va.safetensors");
   const std::vector<std::pair<std::string, std::string>> outputs = {
-      {"/nonexistent/out.safetensors", "there is no folder /nonexistent"}, {folder_.string(), "that is a folder"}, {"", "the name of a file"}};
+      {"/nonexistent/out.safetensors", "there is no folder /nonexistent"},
+      {folder_.string(), "that is a folder"},
+      {"", "the name of a file"}};
   for (const char* command : {"generate", "evaluate"}) {
     for (const auto& [output, message] : outputs) {
       std::vector<const char*> args = {command, "--request", request.c_str(), "--output", output.c_str()};
@@ -130,7 +132,8 @@ TEST_F(CommandsTest, AResultOnStandardOutputHasItAloneAndTheEventsGoToStandardEr
   server_.on_generate = [](grpc::ServerContext&, GenerateStream& stream) { return ServeGoodRun(stream, kVideo, kAudio); };
   const std::string request = GoldenPath("inputs/t2va.safetensors"), copy = Output();
   ::testing::internal::CaptureStdout();
-  const absl::Status status = Run({"generate", "--request", request.c_str(), "--evaluations", "1", "--seed", "7", "--output", "-"});
+  const absl::Status status =
+      Run({"generate", "--request", request.c_str(), "--evaluations", "1", "--seed", "7", "--output", "-"});
   const std::string bytes = ::testing::internal::GetCapturedStdout();
   ASSERT_TRUE(status.ok()) << status;
   EXPECT_EQ(out_.str(), "");

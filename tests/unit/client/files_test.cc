@@ -143,7 +143,8 @@ TEST_F(FilesTest, OutputPathsThatCannotBeWrittenAreRefusedEarly) {
   EXPECT_TRUE(CheckOutputPath(Path("new")).ok());
   EXPECT_TRUE(CheckOutputPath("relative.safetensors").ok());
   const std::vector<std::pair<std::string, std::string>> refused = {
-      {Path("no/folder/out"), "there is no folder"}, {folder_.string(), "that is a folder; name a file in it"}, {"", "the name of a file"},
+      {Path("no/folder/out"), "there is no folder"}, {folder_.string(), "that is a folder; name a file in it"},
+      {"", "the name of a file"},
       {Path(std::string(300, 'x')), "File name too long"}};
   for (const auto& [path, message] : refused) {
     const absl::Status status = CheckOutputPath(path);

@@ -165,8 +165,8 @@ TEST(AdapterScaleTest, AnAlphaOfZeroSilencesTheAdapterAndIsToldAsAWarning) {
   };
   const std::vector<HostTensor> zero = With(QkvPair(), {Scalar(std::string(kModule) + ".alpha", 0)});
   EXPECT_EQ(OnlyTerm(zero).scale, 0);
-  EXPECT_THAT(warnings(zero), ElementsAre("alpha is 0 (alpha tensor) for 1 of 1 modules: the adapter has no effect; give alpha= in the "
-                                          "request if that is not meant"));
+  EXPECT_THAT(warnings(zero), ElementsAre("alpha is 0 (alpha tensor) for 1 of 1 modules: the adapter has no effect; give "
+                                          "alpha= in the request if that is not meant"));
   const auto mixed = warnings(With(zero, Pair("blocks.1.attn.qkv_proj", 3 * Full().inner(), Full().hidden)));
   ASSERT_EQ(mixed.size(), 1u);
   EXPECT_THAT(mixed[0], ::testing::HasSubstr("for 1 of 2 modules: they have no effect"));
@@ -188,8 +188,8 @@ TEST(AdapterScaleTest, AnAlphaTensorMayHaveAnyNumberOfDimensionsOfOne) {
 TEST(AdapterShapeTest, TrailingDimensionsOfOneAreTheSameMatrices) {
   const int64_t out = 3 * Full().inner(), in = Full().hidden;
   const std::string m = kModule;
-  const AdapterTerm term = OnlyTerm({Zeros(m + ".lora_A.weight", {kRank, in, 1, 1}), Zeros(m + ".lora_B.weight", {out, kRank, 1, 1}),
-                                     Zeros(m + ".dora_scale", {out, 1, 1, 1})});
+  const AdapterTerm term = OnlyTerm({Zeros(m + ".lora_A.weight", {kRank, in, 1, 1}),
+                                     Zeros(m + ".lora_B.weight", {out, kRank, 1, 1}), Zeros(m + ".dora_scale", {out, 1, 1, 1})});
   ASSERT_TRUE(term.low_rank.has_value());
   EXPECT_EQ(term.rank, kRank);
   EXPECT_EQ(term.low_rank->a.shape, (std::vector<int64_t>{kRank, in}));

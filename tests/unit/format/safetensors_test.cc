@@ -164,12 +164,13 @@ TEST_P(OtherFormats, AreNamedWithWhatToDo) {
 INSTANTIATE_TEST_SUITE_P(
     Kinds, OtherFormats,
     ::testing::Values(Other{"empty", "", "download it again"},
-                      Other{"git-lfs-pointer", "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "git lfs pull"},
+                      Other{"git-lfs-pointer", "version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"},
                       Other{"html", "<!DOCTYPE html><title>Sign in</title>", "log in, or take the direct link"},
                       Other{"html", "\xef\xbb\xbf\r\n  <HTML>", "web page"}, Other{"html", "<html>", "web page"},
                       Other{"zip", std::string("PK\x03\x04\x14\0\0\0\0\0", 10), "convert the checkpoint to safetensors"},
                       Other{"zip", std::string("PK\x03\x04\0\0\0\0\0\0", 10), "zip archive"},  // A length that would be read.
-                      Other{"pickle", "\x80\x02}q\x01.", "Python pickle"}, Other{"pickle", "\x80\x04" + std::string(100, 'x'), "never loaded"},
+                      Other{"pickle", "\x80\x02}q\x01.", "Python pickle"},
+                      Other{"pickle", "\x80\x04" + std::string(100, 'x'), "never loaded"},
                       Other{"gguf", std::string("GGUF\x03\0\0\0\0\0\0\0", 12), "get the safetensors version"},
                       Other{"gguf", "GGUF", "GGUF file"}));
 
@@ -181,7 +182,8 @@ TEST(SafetensorsTest, ACutDownloadSaysHowMuchIsThereAndHowMuchIsMissing) {
     for (const auto& header : {Parse(cut), ReadSafetensorsHeader(directory.Write("a.safetensors", cut))}) {
       EXPECT_EQ(ReasonOf(header.status()), reason::kMalformedFile);
       EXPECT_THAT(std::string(header.status().message()),
-                  ::testing::HasSubstr(absl::StrCat(cut.size(), " bytes are there, ", missing, " are missing; download it again")));
+                  ::testing::HasSubstr(
+                      absl::StrCat(cut.size(), " bytes are there, ", missing, " are missing; download it again")));
       ErrorDetails details = DetailsOf(header.status());
       EXPECT_EQ(details["looks_like"], "truncated");
       EXPECT_EQ(details["missing_bytes"], absl::StrCat(missing));
