@@ -203,6 +203,9 @@ def overview():
                stacked=True),
         series("Duration of completed requests", "From the header of a Generate call to its end; its wait in the queue is in it.",
                "s", *quantiles("h3_request_duration_seconds", by=("task",))),
+        series("Lost workers' requests", "run again: queued again because their worker was lost; refused: a second worker was lost at the same "
+               "step (REQUEST_KILLS_WORKERS).", "ops", target(total(rate("h3_requests_retried_total")), "run again"),
+               target(total(rate("h3_requests_poisonous_total")), "refused")),
         series("Rejections by reason",
                "Refused before they ran. queue_full: too much load; no_worker: none ready; invalid_*: the client's fault.",
                "reqps", target(total(rate("h3_admission_rejections_total"), "reason"), "{{reason}}"), stacked=True),

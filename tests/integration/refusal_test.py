@@ -32,7 +32,7 @@ def refused(golden_server, tmp_path, base_answer):
 
     def memory():
         device = json.loads(ctl.ok("--json", "memory", server=golden_server.address))["devices"][0]
-        return device["owners"], sorted(adapter["digest"] for adapter in device["adapters"])
+        return device["owners"], sorted(adapter["digest"] for adapter in device["adapters"] if adapter["tier"] == "device")
 
     def run(command, *options):
         output = tmp_path / "refused.safetensors"
