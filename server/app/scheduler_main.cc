@@ -19,8 +19,8 @@
 #include "server/app/model_flags.h"
 #include "server/app/process.h"
 #include "server/metrics/exposer.h"
-#include "server/rpc/scheduler_core.h"
-#include "server/rpc/scheduler_services.h"
+#include "server/scheduler_rpc/scheduler_core.h"
+#include "server/scheduler_rpc/scheduler_services.h"
 #include "server/scheduler/worker_process.h"
 
 namespace h3 {

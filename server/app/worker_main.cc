@@ -29,7 +29,7 @@
 #include "server/base/text.h"
 #include "server/metrics/exposer.h"
 #include "server/metrics/worker_metrics.h"
-#include "server/rpc/worker_service.h"
+#include "server/worker_rpc/worker_service.h"
 #include "server/worker/engine.h"
 
 namespace h3 {

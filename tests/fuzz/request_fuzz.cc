@@ -1,5 +1,5 @@
 // A GenerateHeader from a stranger, as protobuf text or wire format: every check that a scheduler makes before it reads a chunk
-// (server/rpc/relay.h, CheckRequest; generate_relay.cc, Take), in the same order, and what relies on them having passed.
+// (server/scheduler_rpc/relay.h, CheckRequest; generate_relay.cc, Take), in the same order, and what relies on them having passed.
 #include <google/protobuf/io/tokenizer.h>
 #include <google/protobuf/stubs/logging.h>
 #include <google/protobuf/text_format.h>
@@ -29,7 +29,7 @@ namespace h3 {
 namespace {
 
 constexpr size_t kMaxInput = 64 << 10;
-// As server/rpc/relay.h and SchedulerOptions have them; their headers bring the whole scheduler along.
+// As server/scheduler_rpc/relay.h and SchedulerOptions have them; their headers bring the whole scheduler along.
 constexpr int64_t kMaxPackedRows = 1'000'000;
 constexpr int64_t kMaxRequestBytes = int64_t{1} << 30;
 // Packing and receiving take time by the row and byte: small ones show as much.

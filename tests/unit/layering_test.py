@@ -23,9 +23,11 @@ ALLOWED = {
     "server/metrics": ["server/base", "server/vram"],
     "server/registry": ["server/base", "server/format"],
     "server/scheduler": ["server/base"],
-    # A worker's services see the engine's contract and nothing behind it.
-    "server/rpc": ["server/base", "server/format", "server/metrics", "server/registry", "server/scheduler", "server/vram", "server/worker/engine.h",
-                   "proto/support"],
+    "server/rpc": ["server/base", "server/format", "server/vram", "proto/support"],
+    "server/scheduler_rpc": ["server/base", "server/format", "server/metrics", "server/registry", "server/rpc", "server/scheduler", "server/vram",
+                             "proto/support"],
+    # A worker's service sees the engine's contract and nothing behind it.
+    "server/worker_rpc": ["server/base", "server/format", "server/metrics", "server/rpc", "server/vram", "server/worker/engine.h", "proto/support"],
     "server/app": ["server"],
     "proto/support": ["server/base"],
     "client": ["proto/support"],
@@ -49,6 +51,8 @@ FORBIDDEN = {
     "server/lora": GRPC,
     "server/worker": GRPC,
     "server/rpc": TORCH,
+    "server/scheduler_rpc": TORCH,
+    "server/worker_rpc": TORCH,
     "server/app": TORCH,
     "proto/support": TORCH,
     "client": TORCH,

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "server/rpc/scheduler_core.h"
-#include "server/rpc/scheduler_services.h"
+#include "server/scheduler_rpc/scheduler_core.h"
+#include "server/scheduler_rpc/scheduler_services.h"
 #include "tests/testing/golden.h"
 #include "tests/testing/temporary_directory.h"
 #include "tests/unit/rpc/worker_fixture.h"

@@ -20,7 +20,7 @@
 #include "proto/support/status.h"
 #include "proto/support/tensor_stream.h"
 #include "server/base/serial_executor.h"
-#include "server/rpc/worker_service.h"
+#include "server/worker_rpc/worker_service.h"
 #include "tests/testing/fake_engine.h"
 #include "tests/unit/metrics/samples.h"
 

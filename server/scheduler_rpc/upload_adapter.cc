@@ -11,8 +11,8 @@
 #include "proto/support/status.h"
 #include "server/base/error.h"
 #include "server/base/status_macros.h"
-#include "server/rpc/adapter_check.h"
-#include "server/rpc/scheduler_services.h"
+#include "server/scheduler_rpc/adapter_check.h"
+#include "server/scheduler_rpc/scheduler_services.h"
 
 namespace h3 {
 namespace {

@@ -8,10 +8,10 @@
 #include "proto/support/status.h"
 #include "server/base/error.h"
 #include "server/base/status_macros.h"
-#include "server/rpc/adapter_check.h"
+#include "server/scheduler_rpc/adapter_check.h"
 #include "server/rpc/convert.h"
-#include "server/rpc/relay.h"
-#include "server/rpc/scheduler_services.h"
+#include "server/scheduler_rpc/relay.h"
+#include "server/scheduler_rpc/scheduler_services.h"
 
 namespace h3 {
 namespace {

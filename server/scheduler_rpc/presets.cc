@@ -1,4 +1,4 @@
-#include "server/rpc/presets.h"
+#include "server/scheduler_rpc/presets.h"
 
 #include <algorithm>
 

@@ -1,4 +1,4 @@
-#include "server/rpc/adapter_check.h"
+#include "server/scheduler_rpc/adapter_check.h"
 
 #include <chrono>
 #include <memory>
@@ -10,7 +10,7 @@
 #include "h3/v1/worker.grpc.pb.h"
 #include "server/base/error.h"
 #include "server/rpc/convert.h"
-#include "server/rpc/relay.h"
+#include "server/scheduler_rpc/relay.h"
 
 namespace h3 {
 namespace {

@@ -12,7 +12,7 @@
 #include "server/base/error.h"
 #include "server/base/status_macros.h"
 #include "server/rpc/convert.h"
-#include "server/rpc/scheduler_core.h"
+#include "server/scheduler_rpc/scheduler_core.h"
 
 namespace h3 {
 

@@ -1,4 +1,4 @@
-#include "server/rpc/worker_link.h"
+#include "server/scheduler_rpc/worker_link.h"
 
 #include <chrono>
 #include <utility>

@@ -11,7 +11,7 @@
 #include "server/base/status_macros.h"
 #include "server/rpc/convert.h"
 #include "server/rpc/stream_call.h"
-#include "server/rpc/worker_service.h"
+#include "server/worker_rpc/worker_service.h"
 
 namespace h3 {
 namespace {

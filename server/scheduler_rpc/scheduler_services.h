@@ -9,7 +9,7 @@
 #include "h3/v1/generation.grpc.pb.h"
 #include "h3/v1/operations.grpc.pb.h"
 #include "h3/v1/presets.grpc.pb.h"
-#include "server/rpc/scheduler_core.h"
+#include "server/scheduler_rpc/scheduler_core.h"
 
 namespace h3 {
 

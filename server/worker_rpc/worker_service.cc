@@ -1,4 +1,4 @@
-#include "server/rpc/worker_service.h"
+#include "server/worker_rpc/worker_service.h"
 
 #include <grpcpp/alarm.h>
 

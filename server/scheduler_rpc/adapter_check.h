@@ -6,7 +6,7 @@
 
 #include "absl/status/statusor.h"
 #include "h3/v1/adapters.pb.h"
-#include "server/rpc/scheduler_core.h"
+#include "server/scheduler_rpc/scheduler_core.h"
 
 namespace h3 {
 

@@ -11,7 +11,7 @@
 #include "absl/time/clock.h"
 #include "proto/support/status.h"
 #include "server/base/error.h"
-#include "server/rpc/scheduler_services.h"
+#include "server/scheduler_rpc/scheduler_services.h"
 
 namespace h3 {
 namespace {

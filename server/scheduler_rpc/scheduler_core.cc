@@ -1,4 +1,4 @@
-#include "server/rpc/scheduler_core.h"
+#include "server/scheduler_rpc/scheduler_core.h"
 
 #include <set>
 #include <utility>
@@ -10,7 +10,7 @@
 #include "server/base/error.h"
 #include "server/base/status_macros.h"
 #include "server/rpc/convert.h"
-#include "server/rpc/presets.h"
+#include "server/scheduler_rpc/presets.h"
 #include "server/vram/admission.h"
 
 namespace h3 {
