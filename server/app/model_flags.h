@@ -2,12 +2,17 @@
 #pragma once
 
 #include <CLI/CLI.hpp>
+#include <functional>
 #include <string>
 #include <vector>
 
 #include "server/base/bytes.h"
 
 namespace h3 {
+
+// Checks of a flag that counts bytes, `example` for the message; with OrNone "0" is one too.
+std::function<std::string(const std::string&)> IsBytes(const std::string& example);
+std::function<std::string(const std::string&)> IsBytesOrNone(const std::string& example);
 
 struct ModelFlags {
   std::string model;

@@ -19,9 +19,9 @@
 #include "server/app/model_flags.h"
 #include "server/app/process.h"
 #include "server/metrics/exposer.h"
+#include "server/scheduler/worker_process.h"
 #include "server/scheduler_rpc/scheduler_core.h"
 #include "server/scheduler_rpc/scheduler_services.h"
-#include "server/scheduler/worker_process.h"
 
 namespace h3 {
 namespace {
@@ -249,22 +249,16 @@ int main(int argc, char** argv) {
   app.add_option("--max-request", flags.max_request, "Bytes of tensors that one request may bring")
       ->capture_default_str()
       ->group("Limits")
-      ->check([](const std::string& text) {
-        return h3::ParseBytes(text).ok() ? "" : "not a number of bytes such as 1GiB: " + text;
-      });
+      ->check(h3::IsBytes("1GiB"));
   app.add_option("--max-upload", flags.max_upload, "Bytes that one uploaded adapter may have")
       ->capture_default_str()
       ->group("Limits")
-      ->check([](const std::string& text) {
-        return h3::ParseBytes(text).ok() ? "" : "not a number of bytes such as 16GiB: " + text;
-      });
+      ->check(h3::IsBytes("16GiB"));
   app.add_option("--max-buffered", flags.max_buffered,
                  "Bytes of tensors of all requests that wait or may be run again; what does not fit is refused with QUEUE_FULL")
       ->capture_default_str()
       ->group("Limits")
-      ->check([](const std::string& text) {
-        return h3::ParseBytes(text).ok() ? "" : "not a number of bytes such as 8GiB: " + text;
-      });
+      ->check(h3::IsBytes("8GiB"));
   app.add_option("--max-sessions", flags.options.max_sessions_per_worker, "Evaluate sessions per worker")
       ->check(CLI::Range(1, 10000))
       ->capture_default_str()

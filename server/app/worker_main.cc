@@ -29,8 +29,8 @@
 #include "server/base/text.h"
 #include "server/metrics/exposer.h"
 #include "server/metrics/worker_metrics.h"
-#include "server/worker_rpc/worker_service.h"
 #include "server/worker/engine.h"
+#include "server/worker_rpc/worker_service.h"
 
 namespace h3 {
 namespace {

@@ -5,7 +5,7 @@
 namespace h3 {
 
 std::vector<prometheus::MetricFamily> FleetCollector::Collect() const {
-  MemoryFamilies families("h3_worker_");
+  Families families("h3_worker_");
   prometheus::MetricFamily& up = families.Gauge("up", "1: the worker serves or drains; 0: it loads, or is lost.");
   prometheus::MetricFamily& state = families.Gauge("state", "1 in the worker's state, 0 in the others.");
   prometheus::MetricFamily& heard =
@@ -17,7 +17,7 @@ std::vector<prometheus::MetricFamily> FleetCollector::Collect() const {
     for (const char* name : {"loading", "ready", "draining", "lost"}) AddSample(state, report.state == name, {worker, {"state", name}});
     AddSample(heard, report.heard, {worker});
     if (!report.memory.has_value()) continue;
-    families.Show(*report.memory, {worker});
+    ShowMemory(families, *report.memory, {worker});
     AddSample(oom, static_cast<double>(report.out_of_memory), {worker, {"device", report.memory->device}});
   }
   return std::move(families).Take();

@@ -45,39 +45,9 @@ const std::array kFigures = {
            [](const MemoryReport& m) { return m.avoided_resident; }},
 };
 
-}  // namespace
-
-void AddSample(prometheus::MetricFamily& family, double value, std::vector<Label> labels) {
-  prometheus::ClientMetric metric;
-  metric.label = std::move(labels);
-  (family.type == prometheus::MetricType::Counter ? metric.counter.value : metric.gauge.value) = value;
-  family.metric.push_back(std::move(metric));
-}
-
-void MemoryFamilies::Show(const MemoryReport& now, const std::vector<Label>& labels) {
-  const std::vector<Label> device = With(labels, {{"device", now.device}});
-  prometheus::MetricFamily& vram =
-      Gauge("vram_bytes", "Bytes that the process uses on the device, by owner; the owners sum to what is used.");
-  for (int i = 0; i < kOwners; ++i) {
-    const auto owner = static_cast<Owner>(i);
-    AddSample(vram, Bytes(now.ledger.of(owner)), With(device, {{"owner", std::string(OwnerName(owner))}}));
-  }
-  for (const Figure& figure : kFigures) AddSample(Gauge(figure.name, figure.help), Bytes(figure.of(now)), device);
-  prometheus::MetricFamily& budget =
-      Gauge("vram_budget_bytes", "Bytes that a pool may take, host_adapters in host memory; no series where it has no limit.");
-  if (now.adapter_budget.has_value()) AddSample(budget, Bytes(*now.adapter_budget), With(device, {{"pool", "adapters"}}));
-  AddSample(budget, Bytes(now.modulation_budget), With(device, {{"pool", "modulations"}}));
-  AddSample(budget, Bytes(now.host_adapter_budget), With(device, {{"pool", "host_adapters"}}));
-  AddSample(Counter("allocator_retries_total", "Allocations that had to flush the allocator's cache first."),
-            static_cast<double>(now.allocator.retries), device);
-  AddSample(Counter("base_weight_mutations_total", "Times that a base weight was found changed; must stay 0."),
-            static_cast<double>(now.base_mutations), device);
-  ShowAdapters(now, labels);
-}
-
-void MemoryFamilies::ShowAdapters(const MemoryReport& now, const std::vector<Label>& labels) {
-  prometheus::MetricFamily& resident = Gauge("adapters_resident", "Adapters in each tier.");
-  prometheus::MetricFamily& bytes = Gauge("adapter_bytes", "Bytes of each adapter; of each tier the 50 largest, the rest as other.");
+void ShowAdapters(Families& families, const MemoryReport& now, const std::vector<Label>& labels) {
+  prometheus::MetricFamily& resident = families.Gauge("adapters_resident", "Adapters in each tier.");
+  prometheus::MetricFamily& bytes = families.Gauge("adapter_bytes", "Bytes of each adapter; of each tier the 50 largest, the rest as other.");
   for (int i = 0; i < kTiers; ++i) {
     const Label tier{"tier", kTierNames[static_cast<size_t>(i)]};
     // One series a name: while a replaced file's old content is still pinned, two adapters share one, and a scrape must not repeat
@@ -105,28 +75,27 @@ void MemoryFamilies::ShowAdapters(const MemoryReport& now, const std::vector<Lab
   }
 }
 
-prometheus::MetricFamily& MemoryFamilies::Gauge(const char* name, const char* help) {
-  return Find(prefix_ + name, help, prometheus::MetricType::Gauge);
-}
-prometheus::MetricFamily& MemoryFamilies::Counter(const char* name, const char* help) {
-  return Find(prefix_ + name, help, prometheus::MetricType::Counter);
-}
-prometheus::MetricFamily& MemoryFamilies::Standard(const char* name, const char* help) {
-  return Find(name, help, prometheus::MetricType::Gauge);
-}
+}  // namespace
 
-prometheus::MetricFamily& MemoryFamilies::Find(std::string name, const char* help, prometheus::MetricType type) {
-  const auto found = std::find_if(families_.begin(), families_.end(), [&](const auto& family) { return family.name == name; });
-  if (found != families_.end()) return *found;
-  prometheus::MetricFamily family;
-  family.name = std::move(name);
-  family.help = help;
-  family.type = type;
-  return families_.emplace_back(std::move(family));
-}
-
-std::vector<prometheus::MetricFamily> MemoryFamilies::Take() && {
-  return {std::make_move_iterator(families_.begin()), std::make_move_iterator(families_.end())};
+void ShowMemory(Families& families, const MemoryReport& now, const std::vector<Label>& labels) {
+  const std::vector<Label> device = With(labels, {{"device", now.device}});
+  prometheus::MetricFamily& vram =
+      families.Gauge("vram_bytes", "Bytes that the process uses on the device, by owner; the owners sum to what is used.");
+  for (int i = 0; i < kOwners; ++i) {
+    const auto owner = static_cast<Owner>(i);
+    AddSample(vram, Bytes(now.ledger.of(owner)), With(device, {{"owner", std::string(OwnerName(owner))}}));
+  }
+  for (const Figure& figure : kFigures) AddSample(families.Gauge(figure.name, figure.help), Bytes(figure.of(now)), device);
+  prometheus::MetricFamily& budget =
+      families.Gauge("vram_budget_bytes", "Bytes that a pool may take, host_adapters in host memory; no series where it has no limit.");
+  if (now.adapter_budget.has_value()) AddSample(budget, Bytes(*now.adapter_budget), With(device, {{"pool", "adapters"}}));
+  AddSample(budget, Bytes(now.modulation_budget), With(device, {{"pool", "modulations"}}));
+  AddSample(budget, Bytes(now.host_adapter_budget), With(device, {{"pool", "host_adapters"}}));
+  AddSample(families.Counter("allocator_retries_total", "Allocations that had to flush the allocator's cache first."),
+            static_cast<double>(now.allocator.retries), device);
+  AddSample(families.Counter("base_weight_mutations_total", "Times that a base weight was found changed; must stay 0."),
+            static_cast<double>(now.base_mutations), device);
+  ShowAdapters(families, now, labels);
 }
 
 }  // namespace h3

@@ -4,6 +4,7 @@
 
 #include "absl/strings/ascii.h"
 #include "server/base/error.h"
+#include "server/metrics/families.h"
 
 namespace h3 {
 namespace {
@@ -14,10 +15,6 @@ Buckets WaitBuckets() { return {0.005, 0.02, 0.1, 0.5, 1, 5, 15, 60, 180, 600}; 
 Buckets DurationBuckets() { return {0.25, 0.5, 1, 2, 5, 10, 20, 40, 90, 180, 400, 900}; }
 Buckets PhaseBuckets() { return {0.005, 0.02, 0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 40, 90, 180, 400, 900}; }
 
-constexpr std::array kTasks = {"t2va", "fl2va", "ref2va"};
-constexpr std::array kCodes = {
-    "OK",      "CANCELLED", "INVALID_ARGUMENT", "NOT_FOUND", "FAILED_PRECONDITION", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED",
-    "ABORTED", "INTERNAL",  "UNAVAILABLE"};
 constexpr std::array kPriorities = {"high", "normal", "low"};
 constexpr std::array<const char*, kRequestPhases> kPhases = {"queue", "prepare", "denoise", "stream"};
 
@@ -44,13 +41,6 @@ const char* RejectionLabel(absl::string_view reason) {
     if (reason == invalid) return "invalid_request";
   }
   return "other";
-}
-
-prometheus::Family<prometheus::Counter>& Counters(prometheus::Registry& registry, const char* name, const char* help) {
-  return prometheus::BuildCounter().Name(name).Help(help).Register(registry);
-}
-prometheus::Family<prometheus::Histogram>& Histograms(prometheus::Registry& registry, const char* name, const char* help) {
-  return prometheus::BuildHistogram().Name(name).Help(help).Register(registry);
 }
 
 const char* Name(RequestPhase phase) { return kPhases[static_cast<size_t>(phase)]; }
@@ -129,36 +119,23 @@ void SchedulerMetrics::ChangeInFlight(RequestPhase phase, int by) {
 
 std::vector<prometheus::MetricFamily> QueueCollector::Collect() const {
   const QueueGauges now = read_();
-  std::vector<prometheus::MetricFamily> families;
-  const auto gauge = [&](const char* name, const char* help) -> prometheus::MetricFamily& {
-    families.emplace_back();
-    families.back().name = name;
-    families.back().help = help;
-    families.back().type = prometheus::MetricType::Gauge;
-    return families.back();
-  };
-  const auto add = [](prometheus::MetricFamily& family, double value,
-                      std::vector<prometheus::ClientMetric::Label> labels = {}) {
-    prometheus::ClientMetric metric;
-    metric.label = std::move(labels);
-    metric.gauge.value = value;
-    family.metric.push_back(std::move(metric));
-  };
-  prometheus::MetricFamily& queued = gauge("h3_queue_requests", "Requests that wait, by priority.");
-  for (size_t i = 0; i < kPriorities.size(); ++i) add(queued, now.queued[i], {{"priority", kPriorities[i]}});
-  add(gauge("h3_queue_capacity_requests", "Requests that may wait."), now.capacity);
-  add(gauge("h3_queue_work_seconds",
-            "Predicted time of one device for all that waits and for what is left of all that runs; 0 until a request has completed."),
-      now.work_seconds);
-  add(gauge("h3_queue_oldest_enqueue_timestamp_seconds", "Since when the request that has waited longest waits; 0 while none does."),
-      now.oldest_timestamp);
-  add(gauge("h3_queue_buffered_bytes", "Host memory for the tensors of requests that wait, or run and may be run again."),
-      now.buffered_bytes);
-  add(gauge("h3_sessions", "Open Evaluate sessions."), now.sessions);
-  add(gauge("h3_workers_ready", "Workers that serve."), now.workers_ready);
-  add(gauge("h3_adapters_registered", "Adapters in the adapters directory and among the uploads, as of the last half minute."),
-      now.adapters_registered);
-  return families;
+  Families families("h3_");
+  prometheus::MetricFamily& queued = families.Gauge("queue_requests", "Requests that wait, by priority.");
+  for (size_t i = 0; i < kPriorities.size(); ++i) AddSample(queued, now.queued[i], {{"priority", kPriorities[i]}});
+  AddSample(families.Gauge("queue_capacity_requests", "Requests that may wait."), now.capacity);
+  AddSample(families.Gauge("queue_work_seconds", "Predicted time of one device for all that waits and for what is left of all that runs; "
+                                                 "0 until a request has completed."),
+            now.work_seconds);
+  AddSample(families.Gauge("queue_oldest_enqueue_timestamp_seconds",
+                           "Since when the request that has waited longest waits; 0 while none does."),
+            now.oldest_timestamp);
+  AddSample(families.Gauge("queue_buffered_bytes", "Host memory for the tensors of requests that wait, or run and may be run again."),
+            now.buffered_bytes);
+  AddSample(families.Gauge("sessions", "Open Evaluate sessions."), now.sessions);
+  AddSample(families.Gauge("workers_ready", "Workers that serve."), now.workers_ready);
+  AddSample(families.Gauge("adapters_registered", "Adapters in the adapters directory and among the uploads, as of the last half minute."),
+            now.adapters_registered);
+  return std::move(families).Take();
 }
 
 }  // namespace h3

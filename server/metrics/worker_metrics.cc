@@ -11,11 +11,11 @@ namespace {
 
 using Buckets = prometheus::Histogram::BucketBoundaries;
 
-constexpr std::array kTasks = {"t2va", "fl2va", "ref2va"};
 constexpr std::array kSizes = {"xs", "s", "m", "l", "xl"};
 constexpr std::array kSizeLimits = {8'192.0, 24'576.0, 65'536.0, 131'072.0};
 constexpr std::array kAdapterCounts = {"0", "1", "2", "3plus"};
 constexpr std::array kOutcomes = {"ok", "cancelled", "failed"};
+constexpr std::array kOutOfMemoryPhases = {"load", "prepare", "denoise", "result"};
 constexpr std::array kSwaps = {"activate", "deactivate", "strength", "reorder", "replace"};
 
 // 60 children: the largest family that there is (840 series), so that no bucket is there for nothing.
@@ -27,65 +27,41 @@ Buckets CancelBuckets() { return {0.001, 0.01, 0.03, 0.1, 0.3, 1, 2, 5, 10, 20, 
 
 const char* AdapterCount(size_t adapters) { return kAdapterCounts[std::min(adapters, kAdapterCounts.size() - 1)]; }
 
-prometheus::Family<prometheus::Counter>& Counters(prometheus::Registry& registry, const char* name, const char* help) {
-  return prometheus::BuildCounter().Name(name).Help(help).Register(registry);
+// Counts since the worker's start, which only it tells.
+void ShowAllocated(Families& families, const MemoryReport& now) {
+  prometheus::MetricFamily& allocated = families.Counter(
+      "vram_allocated_bytes_total",
+      "Bytes ever allocated, by owner. A strength change adds nothing under base_weights, adapters, materialized and caches.");
+  for (int i = 0; i < kOwners; ++i) {
+    const auto owner = static_cast<Owner>(i);
+    AddSample(allocated, Bytes(now.ledger.added_to(owner)), {{"device", now.device}, {"owner", std::string(OwnerName(owner))}});
+  }
 }
-prometheus::Family<prometheus::Histogram>& Histograms(prometheus::Registry& registry, const char* name, const char* help) {
-  return prometheus::BuildHistogram().Name(name).Help(help).Register(registry);
+
+void ShowHost(Families& families, const MemoryReport& now) {
+  AddSample(families.Gauge("host_weights_bytes", "Weights of the model that stay in host memory."), Bytes(now.host_weights), {{"device", now.device}});
+  prometheus::MetricFamily& host =
+      families.Gauge("host_resident_bytes", "Host memory of the process; file: pages of mapped files that are in memory.");
+  AddSample(host, Bytes(now.host.anonymous), {{"kind", "anonymous"}});
+  AddSample(host, Bytes(now.host.file), {{"kind", "file"}});
+  AddSample(families.Standard("process_resident_memory_bytes", "Resident memory size in bytes."), Bytes(now.host.resident));
 }
 
-// What only the worker itself tells: counts since its start, and the host.
-class Families {
- public:
-  explicit Families(const MemoryReport& now) : now_(now), device_{"device", now.device} {}
-
-  std::vector<prometheus::MetricFamily> Take() && {
-    families_.Show(now_, {});
-    Allocated();
-    Host();
-    Residency();
-    return std::move(families_).Take();
+void ShowResidency(Families& families, const MemoryReport& now) {
+  prometheus::MetricFamily& lookups =
+      families.Counter("adapter_cache_lookups_total", "Adapters that were asked for in a tier: there already, or not.");
+  prometheus::MetricFamily& evictions = families.Counter("adapter_evictions_total", "Adapters that had to go for others.");
+  for (int i = 0; i < kTiers; ++i) {
+    const Label tier{"tier", kTierNames[static_cast<size_t>(i)]};
+    const TierCounters& counters = now.adapters_by_tier[i];
+    AddSample(lookups, static_cast<double>(counters.hits), {{"result", "hit"}, tier});
+    AddSample(lookups, static_cast<double>(counters.misses), {{"result", "miss"}, tier});
+    AddSample(evictions, static_cast<double>(counters.evictions), {{"reason", "budget"}, tier});
   }
-
- private:
-  void Allocated() {
-    prometheus::MetricFamily& allocated = families_.Counter(
-        "vram_allocated_bytes_total",
-        "Bytes ever allocated, by owner. A strength change adds nothing under base_weights, adapters, materialized and caches.");
-    for (int i = 0; i < kOwners; ++i) {
-      const auto owner = static_cast<Owner>(i);
-      AddSample(allocated, Bytes(now_.ledger.added_to(owner)), {device_, {"owner", std::string(OwnerName(owner))}});
-    }
-  }
-
-  void Host() {
-    AddSample(families_.Gauge("host_weights_bytes", "Weights of the model that stay in host memory."), Bytes(now_.host_weights), {device_});
-    prometheus::MetricFamily& host =
-        families_.Gauge("host_resident_bytes", "Host memory of the process; file: pages of mapped files that are in memory.");
-    AddSample(host, Bytes(now_.host.anonymous), {{"kind", "anonymous"}});
-    AddSample(host, Bytes(now_.host.file), {{"kind", "file"}});
-    AddSample(families_.Standard("process_resident_memory_bytes", "Resident memory size in bytes."), Bytes(now_.host.resident), {});
-  }
-
-  void Residency() {
-    prometheus::MetricFamily& lookups = families_.Counter("adapter_cache_lookups_total", "Adapters that were asked for in a tier: there already, or not.");
-    prometheus::MetricFamily& evictions = families_.Counter("adapter_evictions_total", "Adapters that had to go for others.");
-    for (int i = 0; i < kTiers; ++i) {
-      const Label tier{"tier", kTierNames[static_cast<size_t>(i)]};
-      const TierCounters& counters = now_.adapters_by_tier[i];
-      AddSample(lookups, static_cast<double>(counters.hits), {{"result", "hit"}, tier});
-      AddSample(lookups, static_cast<double>(counters.misses), {{"result", "miss"}, tier});
-      AddSample(evictions, static_cast<double>(counters.evictions), {{"reason", "budget"}, tier});
-    }
-    int64_t leases = 0;
-    for (const AdapterResidency& adapter : now_.adapters) leases += adapter.pins;
-    AddSample(families_.Gauge("adapter_leases", "Holds on adapters by the stacks of requests and sessions."), static_cast<double>(leases), {});
-  }
-
-  const MemoryReport& now_;
-  const Label device_;
-  MemoryFamilies families_{"h3_"};
-};
+  int64_t leases = 0;
+  for (const AdapterResidency& adapter : now.adapters) leases += adapter.pins;
+  AddSample(families.Gauge("adapter_leases", "Holds on adapters by the stacks of requests and sessions."), static_cast<double>(leases));
+}
 
 }  // namespace
 
@@ -127,10 +103,7 @@ WorkerMetrics::WorkerMetrics(prometheus::Registry& registry)
         step_seconds_.Add({{"task", task}, {"size", size}, {"adapters", adapters}}, StepBuckets());
     }
   }
-  for (const char* code : {"OK", "CANCELLED", "INVALID_ARGUMENT", "NOT_FOUND", "FAILED_PRECONDITION", "RESOURCE_EXHAUSTED",
-                           "DEADLINE_EXCEEDED", "ABORTED", "INTERNAL", "UNAVAILABLE"}) {
-    requests_.Add({{"code", code}});
-  }
+  for (const char* code : kCodes) requests_.Add({{"code", code}});
   for (const char* source : {"disk", "host"}) {
     load_seconds_.Add({{"source", source}}, LoadBuckets());
     load_bytes_.Add({{"source", source}});
@@ -140,7 +113,7 @@ WorkerMetrics::WorkerMetrics(prometheus::Registry& registry)
     for (const char* residency : {"device", "host", "disk"}) swap_seconds_.Add({{"kind", kind}, {"residency", residency}}, SwapBuckets());
     avoided_write_bytes_.Add({{"cause", kind}});
   }
-  for (const char* phase : {"load", "prepare", "denoise", "result"}) out_of_memory_.Add({{"phase", phase}});
+  for (const char* phase : kOutOfMemoryPhases) out_of_memory_.Add({{"phase", phase}});
   for (const char* result : {"ok", "changed"}) verifications_.Add({{"result", result}});
 }
 
@@ -176,9 +149,14 @@ void WorkerMetrics::CountSwap(const std::string& kind, const std::string& reside
 
 void WorkerMetrics::CountRefusedSwap(const std::string& kind) { swaps_.Add({{"kind", kind}, {"result", "refused"}}).Increment(); }
 
+int64_t WorkerMetrics::out_of_memory() const {
+  double sum = 0;
+  for (const char* phase : kOutOfMemoryPhases) sum += out_of_memory_.Add({{"phase", phase}}).Value();
+  return static_cast<int64_t>(sum);
+}
+
 void WorkerMetrics::CountOutOfMemory(const std::string& phase) {
   out_of_memory_.Add({{"phase", phase}}).Increment();
-  out_of_memory_count_.fetch_add(1);
 }
 
 void WorkerMetrics::CountVerification(const std::string& result) { verifications_.Add({{"result", result}}).Increment(); }
@@ -189,7 +167,12 @@ void WorkerMetrics::SetDevice(const std::string& device, const std::string& name
 
 std::vector<prometheus::MetricFamily> MemoryCollector::Collect() const {
   const MemoryReport now = read_();
-  return Families(now).Take();
+  Families families("h3_");
+  ShowMemory(families, now, {});
+  ShowAllocated(families, now);
+  ShowHost(families, now);
+  ShowResidency(families, now);
+  return std::move(families).Take();
 }
 
 }  // namespace h3

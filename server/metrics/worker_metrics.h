@@ -8,7 +8,6 @@
 #include <prometheus/histogram.h>
 #include <prometheus/registry.h>
 
-#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <string>
@@ -53,7 +52,7 @@ class WorkerMetrics {
   void CountRefusedSwap(const std::string& kind);
   // `phase`: "load", "prepare", "denoise", "result".
   void CountOutOfMemory(const std::string& phase);
-  int64_t out_of_memory() const { return out_of_memory_count_.load(); }  // All phases.
+  int64_t out_of_memory() const;  // All phases.
   // `result`: "ok", "changed".
   void CountVerification(const std::string& result);
   // What the device is, once it is known; once.
@@ -75,7 +74,6 @@ class WorkerMetrics {
   prometheus::Family<prometheus::Histogram>& swap_seconds_;
   prometheus::Family<prometheus::Counter>& avoided_write_bytes_;
   prometheus::Family<prometheus::Counter>& out_of_memory_;
-  std::atomic<int64_t> out_of_memory_count_{0};
   prometheus::Family<prometheus::Counter>& verifications_;
   prometheus::Family<prometheus::Gauge>& device_info_;
 };

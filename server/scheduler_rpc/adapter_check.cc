@@ -118,7 +118,7 @@ void CheckAdapter(SchedulerCore& core, const std::string& name, OnReport done) {
   }
   for (const auto& worker : core.workers()) {
     const auto snapshot = worker->snapshot();
-    if (worker->state() != v1::WORKER_STATE_READY || !snapshot.has_value() || snapshot->model().base_fingerprint() != base->fingerprint) continue;
+    if (worker->state() != v1::WORKER_STATE_READY || snapshot == nullptr || snapshot->model().base_fingerprint() != base->fingerprint) continue;
     measuring->worker = worker->name();
     measuring->stub = worker->stub();
     if (measuring->stub != nullptr) break;

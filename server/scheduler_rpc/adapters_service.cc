@@ -8,8 +8,8 @@
 #include "proto/support/status.h"
 #include "server/base/error.h"
 #include "server/base/status_macros.h"
-#include "server/scheduler_rpc/adapter_check.h"
 #include "server/rpc/convert.h"
+#include "server/scheduler_rpc/adapter_check.h"
 #include "server/scheduler_rpc/relay.h"
 #include "server/scheduler_rpc/scheduler_services.h"
 
@@ -23,7 +23,7 @@ std::map<std::string, v1::Adapter> Resident(const SchedulerCore& core) {
   std::map<std::string, v1::Adapter> resident;
   for (const auto& worker : core.workers()) {
     const auto snapshot = worker->snapshot();
-    if (!snapshot.has_value() || worker->state() != v1::WORKER_STATE_READY) continue;
+    if (snapshot == nullptr || worker->state() != v1::WORKER_STATE_READY) continue;
     for (const v1::Adapter& adapter : snapshot->resident()) {
       v1::Adapter& line = resident[adapter.digest()];
       line.set_bytes(line.bytes() + adapter.bytes());

@@ -7,10 +7,10 @@
 #include <utility>
 
 #include "absl/time/clock.h"
+#include "server/rpc/stream_call.h"
 #include "server/scheduler_rpc/client_stream.h"
 #include "server/scheduler_rpc/relay.h"
 #include "server/scheduler_rpc/scheduler_services.h"
-#include "server/rpc/stream_call.h"
 
 namespace h3 {
 namespace {

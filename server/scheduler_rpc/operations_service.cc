@@ -20,7 +20,7 @@ template <typename Response>
 void FillDevices(const SchedulerCore& core, Response& response) {
   for (const auto& worker : core.workers()) {
     const auto snapshot = worker->snapshot();
-    if (!snapshot.has_value() || worker->state() == v1::WORKER_STATE_LOST) continue;
+    if (snapshot == nullptr || worker->state() == v1::WORKER_STATE_LOST) continue;
     v1::DeviceMemory& device = *response.add_devices();
     device = snapshot->memory();
     device.set_worker(worker->name());
@@ -101,7 +101,7 @@ grpc::ServerUnaryReactor* OperationsService::GetModel(grpc::CallbackServerContex
   std::set<std::string> seen;
   for (const auto& worker : core_.workers()) {
     const auto snapshot = worker->snapshot();
-    if (snapshot.has_value() && seen.insert(snapshot->model().base_fingerprint()).second)
+    if (snapshot != nullptr && seen.insert(snapshot->model().base_fingerprint()).second)
       *response->add_models() = snapshot->model();
   }
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();

@@ -20,12 +20,11 @@ constexpr size_t kFileQueue = 1024;
 constexpr absl::Duration kCountAdapters = absl::Seconds(30);
 // Two heartbeats of a worker.
 constexpr absl::Duration kFresh = absl::Seconds(2);
-constexpr absl::string_view kLost = "lost";
 
-std::string StateName(v1::WorkerState state) {
+const char* StateName(v1::WorkerState state) {
   if (state == v1::WORKER_STATE_READY) return "ready";
   if (state == v1::WORKER_STATE_DRAINING) return "draining";
-  return state == v1::WORKER_STATE_LOST ? std::string(kLost) : "loading";
+  return state == v1::WORKER_STATE_LOST ? "lost" : "loading";
 }
 
 absl::Status NoWorker(absl::string_view what) {
@@ -83,11 +82,12 @@ bool SchedulerCore::AnyReady() const {
 std::vector<WorkerReport> SchedulerCore::WorkerReports(absl::Time now) const {
   std::vector<WorkerReport> reports;
   for (const auto& link : workers()) {
-    WorkerReport report{.worker = link->name(), .state = StateName(link->state())};
+    const v1::WorkerState state = link->state();
+    WorkerReport report{.worker = link->name(), .state = StateName(state)};
     const absl::Time heard = link->heard();
-    if (const auto snapshot = link->snapshot(); snapshot.has_value()) {
+    if (const auto snapshot = link->snapshot(); snapshot != nullptr) {
       report.heard = absl::ToDoubleSeconds(heard - absl::UnixEpoch());
-      if (report.state != kLost && now - heard < kFresh) {
+      if (state != v1::WORKER_STATE_LOST && now - heard < kFresh) {
         report.memory = FromProto(snapshot->memory());
         report.out_of_memory = static_cast<int64_t>(snapshot->memory().out_of_memory());
       }
@@ -102,7 +102,7 @@ absl::StatusOr<ChosenBase> SchedulerCore::ChooseBase(Task task, const std::strin
   std::optional<absl::Status> mismatch;
   for (const auto& link : workers()) {
     const auto snapshot = link->snapshot();
-    if (!snapshot.has_value()) continue;
+    if (snapshot == nullptr) continue;
     const v1::Model& base = snapshot->model();
     known.push_back(absl::StrCat(base.name(), " (", base.base_fingerprint().substr(0, 12), ")"));
     if (!model.empty() && model != base.base_fingerprint() && model != base.name()) continue;
@@ -122,7 +122,7 @@ absl::StatusOr<ChosenBase> SchedulerCore::ChooseBase(Task task, const std::strin
 absl::StatusOr<ChosenBase> SchedulerCore::AnyBase() const {
   for (const auto& link : workers()) {
     const auto snapshot = link->snapshot();
-    if (snapshot.has_value()) return ChosenBase{snapshot->model().base_fingerprint(), FactsOf(snapshot->model()), snapshot->model().dtype()};
+    if (snapshot != nullptr) return ChosenBase{snapshot->model().base_fingerprint(), FactsOf(snapshot->model()), snapshot->model().dtype()};
   }
   return NoWorker("no worker is ready yet; it is loading its model, or cannot: see `h3ctl status`");
 }
@@ -230,7 +230,7 @@ absl::Status SchedulerCore::CheckFits(const std::string& fingerprint, const Requ
   ByteCount largest;
   for (const auto& link : workers()) {
     const auto snapshot = link->snapshot();
-    if (!snapshot.has_value() || snapshot->model().base_fingerprint() != fingerprint) continue;
+    if (snapshot == nullptr || snapshot->model().base_fingerprint() != fingerprint) continue;
     const v1::DeviceMemory& memory = snapshot->memory();
     const auto bytes = [](uint64_t count) { return ByteCount(static_cast<int64_t>(count)); };
     const ByteCount total = bytes(memory.total_bytes());
@@ -408,13 +408,13 @@ void SchedulerCore::OnWorkerChange(WorkerLink& worker) {
   {
     absl::MutexLock lock(&mu_);  // Two changes may be told at once: the later one to come here sees the newest state.
     if (worker.state() == v1::WORKER_STATE_READY) {
-      const v1::WorkerSnapshot snapshot = *worker.snapshot();
-      WorkerMemory memory{.shared = snapshot.sessions() > 0 || sessions_[worker.name()] > 0,
-                          .headroom = ByteCount(static_cast<int64_t>(snapshot.memory().headroom_bytes()))};
-      for (const v1::AdapterMemory& adapter : snapshot.memory().adapters()) {
+      const auto snapshot = worker.snapshot();
+      WorkerMemory memory{.shared = snapshot->sessions() > 0 || sessions_[worker.name()] > 0,
+                          .headroom = ByteCount(static_cast<int64_t>(snapshot->memory().headroom_bytes()))};
+      for (const v1::AdapterMemory& adapter : snapshot->memory().adapters()) {
         if (adapter.pins() > 0) memory.pinned.insert(adapter.digest());
       }
-      dispatcher_.WorkerReady(worker.name(), snapshot.model().base_fingerprint(), std::move(memory));
+      dispatcher_.WorkerReady(worker.name(), snapshot->model().base_fingerprint(), std::move(memory));
     } else {
       dispatcher_.WorkerGone(worker.name());
     }

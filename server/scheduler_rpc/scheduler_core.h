@@ -22,8 +22,8 @@
 #include "server/metrics/fleet_metrics.h"
 #include "server/metrics/scheduler_metrics.h"
 #include "server/registry/adapter_registry.h"
-#include "server/scheduler_rpc/worker_link.h"
 #include "server/scheduler/dispatcher.h"
+#include "server/scheduler_rpc/worker_link.h"
 
 namespace h3 {
 

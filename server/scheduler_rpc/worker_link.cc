@@ -63,7 +63,7 @@ class WorkerLink::Watcher final : public grpc::ClientReadReactor<v1::WatchRespon
  private:
   void OnReadDone(bool ok) override {
     if (!ok) return;
-    link_->OnHeartbeat(generation_, response_.snapshot());
+    link_->OnHeartbeat(generation_, std::move(*response_.mutable_snapshot()));
     StartRead(&response_);
   }
   void OnDone(const grpc::Status& status) override {
@@ -128,17 +128,17 @@ void WorkerLink::Suspect(const std::string& why) {
   if (watcher != nullptr) watcher->Cancel();  // Its end starts another one, whose first message tells what the worker is.
 }
 
-void WorkerLink::OnHeartbeat(int generation, const v1::WorkerSnapshot& snapshot) {
+void WorkerLink::OnHeartbeat(int generation, v1::WorkerSnapshot snapshot) {
   bool changed = false;
   {
     absl::MutexLock lock(&mu_);
     if (generation != generation_) return;
     const v1::WorkerState state = snapshot.draining() ? v1::WORKER_STATE_DRAINING : v1::WORKER_STATE_READY;
     // Where sessions share the memory, what is left of it decides what may start.
-    const bool shared = snapshot.sessions() > 0 || (snapshot_.has_value() && snapshot_->sessions() > 0);
+    const bool shared = snapshot.sessions() > 0 || (snapshot_ != nullptr && snapshot_->sessions() > 0);
     changed = state != state_ || shared;
     state_ = state;
-    snapshot_ = snapshot;
+    snapshot_ = std::make_shared<const v1::WorkerSnapshot>(std::move(snapshot));
     heard_ = absl::Now();
   }
   if (changed) on_change_(*this);
@@ -165,7 +165,7 @@ v1::WorkerState WorkerLink::state() const {
   return state_;
 }
 
-std::optional<v1::WorkerSnapshot> WorkerLink::snapshot() const {
+std::shared_ptr<const v1::WorkerSnapshot> WorkerLink::snapshot() const {
   absl::MutexLock lock(&mu_);
   return snapshot_;
 }
@@ -182,12 +182,12 @@ v1::WorkerStatus WorkerLink::Status() const {
   status.set_state(state_);
   status.set_restarts(restarts_);
   if (state_ == v1::WORKER_STATE_LOST) status.set_last_error(last_error_);
-  if (snapshot_.has_value()) {
+  if (snapshot_ != nullptr) {
     status.set_device(snapshot_->model().device());
     status.set_base_fingerprint(snapshot_->model().base_fingerprint());
   }
   // What it last said is no longer so: nothing runs on a worker that is gone, or that starts again.
-  if (snapshot_.has_value() && (state_ == v1::WORKER_STATE_READY || state_ == v1::WORKER_STATE_DRAINING)) {
+  if (snapshot_ != nullptr && (state_ == v1::WORKER_STATE_READY || state_ == v1::WORKER_STATE_DRAINING)) {
     status.set_running(snapshot_->running());
     status.set_sessions(snapshot_->sessions());
   }
@@ -238,7 +238,7 @@ void WorkerLink::Refresh(std::function<void()> done) {
   stub->async()->GetSnapshot(
       &call->context, &call->request, &call->response,
       [self = shared_from_this(), stub, call, generation, done = std::move(done)](const grpc::Status& status) {
-        if (status.ok()) self->OnHeartbeat(generation, call->response.snapshot());
+        if (status.ok()) self->OnHeartbeat(generation, std::move(*call->response.mutable_snapshot()));
         done();
       });
 }

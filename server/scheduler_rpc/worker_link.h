@@ -7,7 +7,6 @@
 
 #include <functional>
 #include <memory>
-#include <optional>
 #include <string>
 
 #include "absl/base/thread_annotations.h"
@@ -34,8 +33,8 @@ class WorkerLink : public std::enable_shared_from_this<WorkerLink> {
 
   const std::string& name() const { return name_; }
   v1::WorkerState state() const ABSL_LOCKS_EXCLUDED(mu_);
-  // The last heartbeat, also of a worker that is lost now; nullopt before the first.
-  std::optional<v1::WorkerSnapshot> snapshot() const ABSL_LOCKS_EXCLUDED(mu_);
+  // The last heartbeat, also of a worker that is lost now; null before the first.
+  std::shared_ptr<const v1::WorkerSnapshot> snapshot() const ABSL_LOCKS_EXCLUDED(mu_);
   // When that came; the distant past before the first.
   absl::Time heard() const ABSL_LOCKS_EXCLUDED(mu_);
   v1::WorkerStatus Status() const ABSL_LOCKS_EXCLUDED(mu_);
@@ -51,7 +50,7 @@ class WorkerLink : public std::enable_shared_from_this<WorkerLink> {
   class Watcher;
 
   void StartWatch(int generation) ABSL_LOCKS_EXCLUDED(mu_);
-  void OnHeartbeat(int generation, const v1::WorkerSnapshot& snapshot) ABSL_LOCKS_EXCLUDED(mu_);
+  void OnHeartbeat(int generation, v1::WorkerSnapshot snapshot) ABSL_LOCKS_EXCLUDED(mu_);
   void OnWatchEnd(int generation, const grpc::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
 
   const std::string name_;
@@ -62,7 +61,7 @@ class WorkerLink : public std::enable_shared_from_this<WorkerLink> {
   std::shared_ptr<Watcher> watcher_ ABSL_GUARDED_BY(mu_);
   std::shared_ptr<grpc::Alarm> retry_ ABSL_GUARDED_BY(mu_);
   v1::WorkerState state_ ABSL_GUARDED_BY(mu_) = v1::WORKER_STATE_STARTING;
-  std::optional<v1::WorkerSnapshot> snapshot_ ABSL_GUARDED_BY(mu_);
+  std::shared_ptr<const v1::WorkerSnapshot> snapshot_ ABSL_GUARDED_BY(mu_);
   absl::Time heard_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();
   std::string last_error_ ABSL_GUARDED_BY(mu_);
   uint32_t restarts_ ABSL_GUARDED_BY(mu_) = 0;
