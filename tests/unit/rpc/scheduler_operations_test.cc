@@ -167,5 +167,18 @@ TEST_F(SchedulerOperationsTest, ALostWorkerIsReportedAndComesBack) {
   EXPECT_TRUE(core->AnyReady());
 }
 
+TEST_F(SchedulerFixture, MemoryThatIsTwoHeartbeatsOldIsNotShownAsFresh) {
+  StartWorker("one");
+  const absl::Time heard = core->workers().front()->heard();
+  const auto fresh = core->WorkerReports(heard + absl::Milliseconds(1900));
+  ASSERT_EQ(fresh.size(), 1u);
+  EXPECT_EQ(fresh.front().worker, "one");
+  EXPECT_EQ(fresh.front().state, "ready");
+  ASSERT_TRUE(fresh.front().memory.has_value());
+  EXPECT_EQ(fresh.front().memory->total, GiB(1));
+  // Later than whatever heartbeat may have come since.
+  EXPECT_FALSE(core->WorkerReports(absl::Now() + absl::Milliseconds(2100)).front().memory.has_value());
+}
+
 }  // namespace
 }  // namespace h3
