@@ -195,9 +195,10 @@ int Run(const Flags& flags) {
     leave_once(0);
   });
 
-  // Readiness follows the workers.
+  // Readiness follows the workers, and who waits learns how the queue moves.
   bool ready = false, ready_told = false;
   while (!leave.WaitForNotificationWithTimeout(absl::Milliseconds(50))) {
+    core.TellPlaces();
     const bool now = core.AnyReady() && !core.draining();
     if (now == ready) continue;
     ready = now;
@@ -301,6 +302,9 @@ int main(int argc, char** argv) {
   std::vector<h3::AddressFlag> addresses = {{"--listen", flags.listen, true}, {"--metrics", flags.metrics}};
   if (!flags.model.model.empty()) addresses.push_back({"--worker-metrics", flags.worker_metrics});
   if (const int code = h3::CheckAddresses(addresses); code != 0) return code;
+  // Threads of a local worker that computes on the CPU would spin for milliseconds when they have nothing to do, on the cores that this
+  // process and its clients need. No other thread runs yet.
+  if (getenv("OMP_WAIT_POLICY") == nullptr) setenv("GOMP_SPINCOUNT", "1000", /*overwrite=*/0);
   flags.options.max_buffered_bytes = h3::ParseBytes(flags.max_buffered)->value();
   flags.options.max_upload_bytes = h3::ParseBytes(flags.max_upload)->value();
   flags.options.max_request_bytes = h3::ParseBytes(flags.max_request)->value();

@@ -94,7 +94,7 @@ WorkerMetrics::WorkerMetrics(prometheus::Registry& registry)
       avoided_write_bytes_(Counters(registry, "h3_rematerialization_avoided_write_bytes_total",
                                     "Bytes of weights that a merging runtime would have written for these changes.")),
       out_of_memory_(Counters(registry, "h3_oom_total", "Allocations that failed though the request had been admitted.")),
-      verifications_(Counters(registry, "h3_base_weight_verifications_total", "Parts of the base that were read again and compared.")),
+      verifications_(Counters(registry, "h3_base_weight_verifications_total", "Tensors of the base that were read again and compared.")),
       device_info_(prometheus::BuildGauge().Name("h3_device_info").Help("1, with the device's name as a label.").Register(registry)) {
   for (const char* task : kTasks) {
     for (const char* outcome : kOutcomes) steps_.Add({{"task", task}, {"outcome", outcome}});

@@ -56,8 +56,8 @@ class ResidentModel {
   const at::Tensor& tensor(const std::string& name) const { return weights_->Single(name); }
   const std::optional<SiluGrid>& silu_grid() const { return silu_grid_; }
   const StoredWeights& weights() const { return *weights_; }
-  // On the device thread: reads one tensor again, the next in turn; DATA_LOSS where it has changed since Load.
-  absl::Status AuditNext() { return weights_->AuditNext(); }
+  // On the device thread: StoredWeights::AuditPiece.
+  absl::StatusOr<bool> AuditPiece() { return weights_->AuditPiece(); }
 
   c10::Device device() const { return options_.device; }
   // Type of the residual stream and of the block linears.

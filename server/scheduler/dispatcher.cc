@@ -135,7 +135,9 @@ void Dispatcher::WorkerGone(const WorkerId& worker) {
 
 std::vector<Dispatcher::Place> Dispatcher::Places() const {
   absl::MutexLock lock(&mu_);
-  return PlacesLocked();
+  std::vector<Place> places = PlacesLocked();
+  std::erase_if(places, [](const Place& place) { return place.held; });
+  return places;
 }
 
 std::optional<Dispatcher::Place> Dispatcher::PlaceOf(RequestId id) const {
@@ -154,7 +156,7 @@ std::vector<Dispatcher::Place> Dispatcher::PlacesLocked() const {
   for (const std::deque<Waiting>& queue : queues_) {
     for (const Waiting& waiting : queue) {
       before += waiting.request.work;
-      places.push_back({waiting.request.id, static_cast<uint32_t>(places.size()), before * seconds_per_work_ / workers});
+      places.push_back({waiting.request.id, static_cast<uint32_t>(places.size()), before * seconds_per_work_ / workers, waiting.held});
     }
   }
   return places;

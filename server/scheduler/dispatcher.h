@@ -83,8 +83,9 @@ class Dispatcher {
     RequestId id = 0;
     uint32_t position = 0;   // Requests before it, 0: next.
     double eta_seconds = 0;  // Until its result; 0 while nothing is known.
+    bool held = false;       // Its client has not been told that it is accepted.
   };
-  // Every waiting request.
+  // Every waiting request that was released.
   std::vector<Place> Places() const ABSL_LOCKS_EXCLUDED(mu_);
   std::optional<Place> PlaceOf(RequestId id) const ABSL_LOCKS_EXCLUDED(mu_);
 

@@ -261,24 +261,52 @@ void SchedulerCore::Finish(RequestId id, std::optional<double> seconds) {
 void SchedulerCore::Pump() {
   {
     absl::MutexLock lock(&mu_);
-    pump_again_ = true;
-    if (pumping_) return;
-    pumping_ = true;
+    assign_ = places_moved_ = true;
+  }
+  CallTickets();
+}
+
+void SchedulerCore::TellPlaces() {
+  {
+    absl::MutexLock lock(&mu_);
+    if (!places_moved_) return;
+    tell_places_ = true;
+    places_moved_ = false;
+  }
+  CallTickets();
+}
+
+void SchedulerCore::CallTickets() {
+  {
+    absl::MutexLock lock(&mu_);
+    if (calling_tickets_) return;  // Whoever does looks again.
+    calling_tickets_ = true;
   }
   for (;;) {
+    bool assign = false, tell = false;
     {
       absl::MutexLock lock(&mu_);
-      if (!pump_again_) {
-        pumping_ = false;
+      assign = std::exchange(assign_, false);
+      tell = std::exchange(tell_places_, false);
+      if (!assign && !tell) {
+        calling_tickets_ = false;
         return;
       }
-      pump_again_ = false;
     }
-    PumpOnce();
+    if (assign) Assign();
+    if (!tell) continue;
+    for (const Dispatcher::Place& place : dispatcher_.Places()) {
+      std::shared_ptr<Ticket> ticket;
+      {
+        absl::MutexLock lock(&mu_);
+        if (const auto found = tickets_.find(place.id); found != tickets_.end()) ticket = found->second;
+      }
+      if (ticket != nullptr) ticket->OnPlace(place);
+    }
   }
 }
 
-void SchedulerCore::PumpOnce() {
+void SchedulerCore::Assign() {
   for (const Assignment& assignment : dispatcher_.Dispatch(absl::Now())) {
     std::shared_ptr<Ticket> ticket;
     std::shared_ptr<WorkerLink> worker;
@@ -291,14 +319,6 @@ void SchedulerCore::PumpOnce() {
       worker = workers_.at(assignment.worker);
     }
     if (ticket == nullptr || !ticket->OnAssigned(std::move(worker))) Finish(assignment.request, std::nullopt);
-  }
-  for (const Dispatcher::Place& place : dispatcher_.Places()) {
-    std::shared_ptr<Ticket> ticket;
-    {
-      absl::MutexLock lock(&mu_);
-      if (const auto found = tickets_.find(place.id); found != tickets_.end()) ticket = found->second;
-    }
-    if (ticket != nullptr) ticket->OnPlace(place);
   }
   Prefetch();
 }

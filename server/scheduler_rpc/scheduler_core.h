@@ -100,7 +100,8 @@ class SchedulerCore {
   absl::Status CheckFits(const std::string& fingerprint, const RequestPlan& plan) const;
 
   // Queue. `accepted` runs once the request has its place and before its ticket hears anything; then the ticket is told its
-  // place until it is assigned; Finish gives the worker back. UNAVAILABLE / DRAINING, or RESOURCE_EXHAUSTED / QUEUE_FULL.
+  // place by each TellPlaces until it is assigned; Finish gives the worker back. UNAVAILABLE / DRAINING, or RESOURCE_EXHAUSTED /
+  // QUEUE_FULL.
   absl::Status Submit(PendingRequest request, std::shared_ptr<Ticket> ticket,
                       const std::function<void(const Dispatcher::Place&)>& accepted) ABSL_LOCKS_EXCLUDED(mu_);
   // Instead of Finish, for a request whose worker was lost: it keeps its place in the order, whether there is room or not.
@@ -108,6 +109,9 @@ class SchedulerCore {
   // True when it waited and will never be assigned.
   bool Withdraw(RequestId id) ABSL_LOCKS_EXCLUDED(mu_);
   void Finish(RequestId id, std::optional<double> seconds) ABSL_LOCKS_EXCLUDED(mu_);
+  // Tells every ticket that waits its place, if the queue has moved since the last time. For a clock to call: with every move of the
+  // queue, n that wait would cost n messages for each that runs.
+  void TellPlaces() ABSL_LOCKS_EXCLUDED(mu_);
   // A submitted request's call is over: its client has everything, or is gone.
   void Leave() { admitted_.fetch_sub(1); }
   RequestId NextId() { return next_id_.fetch_add(1) + 1; }
@@ -146,10 +150,12 @@ class SchedulerCore {
   // Has the workers read ahead what the requests that wait will need.
   void Prefetch() ABSL_LOCKS_EXCLUDED(mu_);
   void CountRegistered();
-  // Starts what can start and tells the others their places: one thread at a time, no lock held while tickets are called (gRPC
-  // may run reactions on this very thread).
+  // The queue has moved: starts what can start.
   void Pump() ABSL_LOCKS_EXCLUDED(mu_);
-  void PumpOnce() ABSL_LOCKS_EXCLUDED(mu_);
+  // Calls tickets, one thread at a time and no lock held (gRPC may run reactions on this very thread): those that start, and, where
+  // TellPlaces has asked for it, those that wait.
+  void CallTickets() ABSL_LOCKS_EXCLUDED(mu_);
+  void Assign() ABSL_LOCKS_EXCLUDED(mu_);
 
   const SchedulerOptions options_;
   SchedulerMetrics& metrics_;
@@ -161,8 +167,10 @@ class SchedulerCore {
   std::atomic<size_t> admitted_{0};  // Requests from Submit to Leave.
   std::atomic<bool> draining_{false};
   mutable absl::Mutex mu_;
-  bool pumping_ ABSL_GUARDED_BY(mu_) = false;
-  bool pump_again_ ABSL_GUARDED_BY(mu_) = false;
+  bool calling_tickets_ ABSL_GUARDED_BY(mu_) = false;
+  bool assign_ ABSL_GUARDED_BY(mu_) = false;
+  bool tell_places_ ABSL_GUARDED_BY(mu_) = false;
+  bool places_moved_ ABSL_GUARDED_BY(mu_) = false;  // Since places were told.
   std::map<WorkerId, std::shared_ptr<WorkerLink>> workers_ ABSL_GUARDED_BY(mu_);
   std::map<RequestId, std::shared_ptr<Ticket>> tickets_ ABSL_GUARDED_BY(mu_);
   std::map<WorkerId, int> sessions_ ABSL_GUARDED_BY(mu_);

@@ -5,6 +5,7 @@
 #include <ATen/ops/from_blob.h>
 
 #include <algorithm>
+#include <limits>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -19,30 +20,11 @@
 namespace h3 {
 namespace {
 
-// Of float32 rows that are compared at a time.
-constexpr int64_t kAuditBytes = int64_t{16} << 20;
+// Hashed at a time, and at most compared: a millisecond or two.
+constexpr int64_t kAuditBytes = int64_t{1} << 20;
 
 bool IsInterleavedQkv(const Checkpoint& checkpoint, absl::string_view name) {
   return checkpoint.qkv_layout == QkvLayout::kInterleaved && absl::EndsWith(name, "attn.qkv_proj.weight");
-}
-
-// The stored bytes of `tensor` in canonical row order.
-void HashRows(const CheckpointTensor& tensor, const std::vector<std::unique_ptr<MappedFile>>& files, bool interleaved,
-              const Geometry& geometry, Sha256& sha) {
-  for (const StoredRows& piece : tensor.pieces) {
-    const int64_t row_bytes = piece.tensor.bytes / std::max<int64_t>(1, piece.tensor.shape.front());
-    const char* data = files[static_cast<size_t>(piece.file)]->data() + piece.tensor.offset + piece.row_begin * row_bytes;
-    if (!interleaved) {
-      sha.Update({data, static_cast<size_t>(piece.rows * row_bytes)});
-      continue;
-    }
-    const int64_t head_bytes = geometry.head_dim * row_bytes;
-    for (int64_t part = 0; part < 3; ++part) {
-      for (int64_t head = 0; head < geometry.heads; ++head) {
-        sha.Update({data + (head * 3 + part) * head_bytes, static_cast<size_t>(head_bytes)});
-      }
-    }
-  }
 }
 
 }  // namespace
@@ -106,10 +88,35 @@ const at::Tensor& StoredWeights::Single(const std::string& name) const {
   return pieces.front();
 }
 
+std::vector<absl::string_view> StoredWeights::Segments(const std::string& name, const CheckpointTensor& tensor, int64_t most) const {
+  std::vector<absl::string_view> segments;
+  const auto add = [&](const char* data, int64_t bytes) {
+    for (int64_t begin = 0; begin < bytes; begin += most) segments.emplace_back(data + begin, static_cast<size_t>(std::min(most, bytes - begin)));
+  };
+  for (const StoredRows& piece : tensor.pieces) {
+    const int64_t row_bytes = piece.tensor.bytes / std::max<int64_t>(1, piece.tensor.shape.front());
+    const char* data = files_[static_cast<size_t>(piece.file)]->data() + piece.tensor.offset + piece.row_begin * row_bytes;
+    if (!IsInterleavedQkv(checkpoint_, name)) {
+      add(data, piece.rows * row_bytes);
+      continue;
+    }
+    const Geometry& geometry = checkpoint_.geometry;
+    const int64_t head_bytes = geometry.head_dim * row_bytes;
+    for (int64_t part = 0; part < 3; ++part) {
+      for (int64_t head = 0; head < geometry.heads; ++head) add(data + (head * 3 + part) * head_bytes, head_bytes);
+    }
+  }
+  return segments;
+}
+
+void StoredWeights::BeginDigest(const std::string& name, const CheckpointTensor& tensor, Sha256& sha) const {
+  sha.Update(absl::StrCat(name, "|", DTypeName(tensor.dtype), "|", absl::StrJoin(tensor.shape, ","), "|"));
+}
+
 std::string StoredWeights::DigestOf(const std::string& name, const CheckpointTensor& tensor) const {
   Sha256 sha;
-  sha.Update(absl::StrCat(name, "|", DTypeName(tensor.dtype), "|", absl::StrJoin(tensor.shape, ","), "|"));
-  HashRows(tensor, files_, IsInterleavedQkv(checkpoint_, name), checkpoint_.geometry, sha);
+  BeginDigest(name, tensor, sha);
+  for (const absl::string_view segment : Segments(name, tensor, std::numeric_limits<int64_t>::max())) sha.Update(segment);
   return sha.Finish();
 }
 
@@ -131,31 +138,50 @@ std::string StoredWeights::Fingerprint() {
   return all.FinishHex();
 }
 
-absl::Status StoredWeights::AuditNext() {
-  if (digests_.empty()) return absl::OkStatus();
-  auto entry = checkpoint_.tensors.upper_bound(audited_);
+std::unique_ptr<StoredWeights::Audit> StoredWeights::BeginAudit(const std::string& name) const {
+  auto entry = checkpoint_.tensors.upper_bound(name);
   if (entry == checkpoint_.tensors.end()) entry = checkpoint_.tensors.begin();
-  const auto& [name, tensor] = *entry;
-  audited_ = name;
-  const auto lost = [&](absl::string_view what) { return absl::DataLossError(absl::StrCat("base weight ", name, " ", what)); };
-  if (DigestOf(name, tensor) != digests_.at(name)) return lost("is not what was loaded");
-  const OwnerScope owner(Owner::kWorkspace);
-  const std::vector<at::Tensor>& held = tensors_.at(name);
+  const CheckpointTensor& tensor = entry->second;
+  auto audit = std::make_unique<Audit>();
+  audit->name = entry->first;
+  BeginDigest(entry->first, tensor, audit->sha);
+  audit->segments = Segments(entry->first, tensor, kAuditBytes);
+  const std::vector<at::Tensor>& held = tensors_.at(entry->first);
   for (size_t i = 0; i < tensor.pieces.size(); ++i) {
     const StoredRows& piece = tensor.pieces[i];
     const int64_t row_bytes = piece.tensor.bytes / std::max<int64_t>(1, piece.tensor.shape.front());
     char* data = const_cast<char*>(files_[static_cast<size_t>(piece.file)]->data()) + piece.tensor.offset + piece.row_begin * row_bytes;
-    if (held[i].device().is_cpu() && held[i].const_data_ptr() == data) continue;  // Hashed above.
+    if (held[i].device().is_cpu() && held[i].const_data_ptr() == data) continue;  // Its only bytes are the hashed ones.
     const at::Tensor mapped = at::from_blob(data, held[i].sizes(), at::TensorOptions().dtype(*ToScalarType(piece.tensor.dtype)));
-    const int64_t rows = std::max<int64_t>(1, kAuditBytes / std::max<int64_t>(1, 4 * held[i].numel() / std::max<int64_t>(1, piece.rows)));
+    const int64_t rows = std::max<int64_t>(1, kAuditBytes / std::max<int64_t>(1, row_bytes));
     for (int64_t row = 0; row < piece.rows; row += rows) {
       const int64_t count = std::min(rows, piece.rows - row);
-      if (!held[i].narrow(0, row, count).to(at::kCPU).equal(mapped.narrow(0, row, count).to(held[i].scalar_type()))) {
-        return lost("differs on the device from what was loaded");
-      }
+      audit->copies.push_back({mapped.narrow(0, row, count), held[i].narrow(0, row, count)});
     }
   }
-  return absl::OkStatus();
+  return audit;
+}
+
+absl::StatusOr<bool> StoredWeights::AuditPiece() {
+  if (digests_.empty()) return false;
+  if (audit_ == nullptr) audit_ = BeginAudit("");
+  Audit& audit = *audit_;
+  const auto lost = [&](absl::string_view what) { return absl::DataLossError(absl::StrCat("base weight ", audit.name, " ", what)); };
+  if (audit.hashed < audit.segments.size()) {
+    // Heads of an interleaved weight are small: as many as make a piece.
+    for (int64_t bytes = 0; audit.hashed < audit.segments.size() && bytes < kAuditBytes; ++audit.hashed) {
+      audit.sha.Update(audit.segments[audit.hashed]);
+      bytes += static_cast<int64_t>(audit.segments[audit.hashed].size());
+    }
+    if (audit.hashed == audit.segments.size() && audit.sha.Finish() != digests_.at(audit.name)) return lost("is not what was loaded");
+  } else if (audit.compared < audit.copies.size()) {
+    const OwnerScope owner(Owner::kWorkspace);
+    const auto& [mapped, held] = audit.copies[audit.compared++];
+    if (!held.to(at::kCPU).equal(mapped.to(held.scalar_type()))) return lost("differs on the device from what was loaded");
+  }
+  if (audit.hashed < audit.segments.size() || audit.compared < audit.copies.size()) return false;
+  audit_ = BeginAudit(audit.name);
+  return true;
 }
 
 absl::Status StoredWeights::CheckUnchanged() const {

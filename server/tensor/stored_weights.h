@@ -12,6 +12,8 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "server/base/sha256.h"
 #include "server/format/checkpoint.h"
 #include "server/tensor/counting_allocator.h"
 #include "server/tensor/mapped_file.h"
@@ -28,7 +30,7 @@ struct StoredWeightsOptions {
   std::function<bool(const std::string& name)> on_host;
 };
 
-// Owns the mappings and the tensors, which are immutable after Load. Thread-safe, but for AuditNext.
+// Owns the mappings and the tensors, which are immutable after Load. Thread-safe, but for AuditPiece.
 class StoredWeights {
  public:
   // Blocks on the disk. Everything is counted under Owner::kBaseWeights: mapped tensors with their bytes, copies by the
@@ -45,9 +47,10 @@ class StoredWeights {
   // same weights in any container, and other after any change of a byte. Reads everything; uses all cores.
   std::string Fingerprint();
 
-  // DATA_LOSS when the next tensor, in turn, is not what Fingerprint read: its mapped bytes hash to something else, or the copy on the
-  // device differs from them. Reads one tensor; on the device thread. OK before the first Fingerprint.
-  absl::Status AuditNext();
+  // Reads the next piece, in turn, of all tensors again: a few MiB, on the device thread. True when a tensor is through with it: its
+  // mapped bytes hash to what Fingerprint read, and the copy on the device, where there is one, equals them; DATA_LOSS when not. False
+  // for ever before the first Fingerprint.
+  absl::StatusOr<bool> AuditPiece();
 
   // DATA_LOSS when a mapped file was changed in place, or when a tensor was written to (version counters). Cheap.
   absl::Status CheckUnchanged() const;
@@ -58,14 +61,31 @@ class StoredWeights {
 
  private:
   StoredWeights() = default;
+  // One tensor that is being read again: what is left to hash, then what is left to compare.
+  struct Audit {
+    struct Rows {
+      at::Tensor mapped, held;
+    };
+    std::string name;
+    Sha256 sha;
+    std::vector<absl::string_view> segments;
+    std::vector<Rows> copies;
+    size_t hashed = 0, compared = 0;
+  };
+
+  void BeginDigest(const std::string& name, const CheckpointTensor& tensor, Sha256& sha) const;
+  // The stored bytes of a tensor in canonical row order, in pieces of at most `most` bytes.
+  std::vector<absl::string_view> Segments(const std::string& name, const CheckpointTensor& tensor, int64_t most) const;
   std::string DigestOf(const std::string& name, const CheckpointTensor& tensor) const;
+  // The tensor after `name`, or the first one.
+  std::unique_ptr<Audit> BeginAudit(const std::string& name) const;
 
   Checkpoint checkpoint_;
   std::vector<std::unique_ptr<MappedFile>> files_;
   std::map<std::string, std::vector<at::Tensor>> tensors_;
   std::map<std::string, std::vector<uint32_t>> versions_;
   std::map<std::string, std::string> digests_;  // Of each tensor, from Fingerprint.
-  std::string audited_;                         // The tensor that AuditNext looked at last.
+  std::unique_ptr<Audit> audit_;                // Null before the first piece.
   std::optional<ExternalBytes> mapped_;
   ByteCount bytes_, host_bytes_;
   int64_t parameters_ = 0;

@@ -137,8 +137,9 @@ class Engine {
 
   // [any] Reads the content of an adapter into the host tier; blocks on the disk. Does nothing where it is there or does not fit.
   virtual absl::Status PrefetchAdapter(const StackEntry& entry) = 0;
-  // [device] Between requests: reads a sampled part of the base again. Tells the observer; a change ends up in Health().
-  virtual void AuditBase() = 0;
+  // [device] Between requests: reads the next pieces of the base again, about as long as `most`, one at least. Tells the observer of each
+  // tensor that is through; a change ends up in Health().
+  virtual void AuditBase(absl::Duration most) = 0;
 
   // [any]
   virtual const ModelInfo& model() const = 0;
@@ -169,7 +170,7 @@ class EngineObserver {
   virtual void StackRefused(StackChange change) = 0;
   // `phase`: "load", "prepare", "denoise" or "result". An allocation failed though the request had been admitted.
   virtual void OutOfMemory(absl::string_view phase) = 0;
-  // A part of the base was read again and compared with what was loaded.
+  // A tensor of the base was read again and compared with what was loaded.
   virtual void BaseVerified(bool unchanged) = 0;
 };
 

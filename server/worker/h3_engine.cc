@@ -281,13 +281,20 @@ absl::Status H3Engine::Health() const {
 
 absl::Status H3Engine::CheckBase() { return Faulted(resident_->weights().CheckUnchanged()); }
 
-void H3Engine::AuditBase() {
+void H3Engine::AuditBase(absl::Duration most) {
   const c10::InferenceMode inference;
-  const absl::Status status = CatchTorch("audit", [&] { return resident_->AuditNext(); });
-  // A check that ran out of memory has found nothing.
-  if (!status.ok() && !absl::IsDataLoss(status)) return;
-  if (options_.observer != nullptr) options_.observer->BaseVerified(status.ok());
-  Faulted(status).IgnoreError();
+  const absl::Time end = absl::Now() + most;
+  do {
+    bool through = false;
+    const absl::Status status = CatchTorch("audit", [&]() -> absl::Status {
+      H3_ASSIGN_OR_RETURN(through, resident_->AuditPiece());
+      return absl::OkStatus();
+    });
+    // A check that ran out of memory has found nothing.
+    if (!status.ok() && !absl::IsDataLoss(status)) return;
+    if (options_.observer != nullptr && (through || !status.ok())) options_.observer->BaseVerified(status.ok());
+    if (!Faulted(status).ok()) return;
+  } while (absl::Now() < end);
 }
 
 absl::Status H3Engine::Faulted(const absl::Status& status) {

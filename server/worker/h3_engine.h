@@ -32,7 +32,7 @@ class H3Engine final : public Engine {
   absl::StatusOr<AdapterMeasure> MeasureAdapter(const StackEntry& entry) override;
   absl::StatusOr<ByteCount> UnloadAdapter(const std::string& digest) override;
   absl::Status PrefetchAdapter(const StackEntry& entry) override { return store_->Prefetch(entry); }
-  void AuditBase() override ABSL_LOCKS_EXCLUDED(mu_);
+  void AuditBase(absl::Duration most) override ABSL_LOCKS_EXCLUDED(mu_);
 
   const ModelInfo& model() const override { return info_; }
   MemoryReport Memory() const override;

@@ -170,6 +170,7 @@ class GenerateCall final : public StreamCall<v1::GenerateRequest, v1::GenerateRe
   // From here on the device thread.
   void StartOnDevice() {
     if (Stopped()) return;
+    started_at_ = absl::Now();
     SendProgress(v1::PHASE_PREPARE, 0);
     service_.metrics().ObserveStack(StrengthsOf(spec_.conditions.stack));
     kind_ = KindOf(spec_.conditions);
@@ -247,13 +248,14 @@ class GenerateCall final : public StreamCall<v1::GenerateRequest, v1::GenerateRe
 
   void End(const absl::Status& status) {
     const bool held = run_ != nullptr;
+    const absl::Duration took = held ? absl::Now() - started_at_ : absl::ZeroDuration();
     run_.reset();
     if (held) end_.DeviceFree();
     const absl::Status health = service_.CheckHealth();
     Conclude(health.ok() ? status : health);
     if (!held) return;
-    // Between requests, when nobody waits for this one any more.
-    service_.engine().AuditBase();
+    // Between requests, when nobody waits for this one any more; the next one may.
+    service_.engine().AuditBase(took / 100);
     service_.CheckHealth().IgnoreError();
   }
 
@@ -287,7 +289,7 @@ class GenerateCall final : public StreamCall<v1::GenerateRequest, v1::GenerateRe
   int64_t steps_ = 0;
   StepKind kind_;
   bool denoising_ = false;
-  absl::Time prepared_;
+  absl::Time started_at_, prepared_;
 };
 
 class EvaluateCall final : public StreamCall<v1::EvaluateRequest, v1::EvaluateResponse> {

@@ -220,7 +220,7 @@ absl::Status FakeEngine::PrefetchAdapter(const StackEntry& entry) {
   return absl::OkStatus();
 }
 
-void FakeEngine::AuditBase() { CheckThread(); }
+void FakeEngine::AuditBase(absl::Duration /*most*/) { CheckThread(); }
 
 MemoryReport FakeEngine::Memory() const {
   absl::MutexLock lock(&mu_);

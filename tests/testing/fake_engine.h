@@ -62,7 +62,7 @@ class FakeEngine final : public Engine {
   // NOT_FOUND / UNKNOWN_ADAPTER where LoadAdapter has not loaded it; else 100 bytes.
   absl::StatusOr<ByteCount> UnloadAdapter(const std::string& digest) override;
   absl::Status PrefetchAdapter(const StackEntry& entry) override ABSL_LOCKS_EXCLUDED(mu_);
-  void AuditBase() override;
+  void AuditBase(absl::Duration most) override;
   const ModelInfo& model() const override { return model_; }
   MemoryReport Memory() const override;
   absl::Status Health() const override;

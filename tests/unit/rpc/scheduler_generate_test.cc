@@ -204,6 +204,7 @@ TEST_F(SchedulerGenerateTest, HighPriorityRunsBeforeWhatWaits) {
   const auto fast = Enqueue(high.get(), header, &accepted);
   EXPECT_EQ(accepted.queue_position(), 0u);
   Event event;
+  core->TellPlaces();
   ASSERT_TRUE(ReadUntil(*slow, Event::kProgress, event));
   while (event.progress().queue_position() != 1) ASSERT_TRUE(ReadUntil(*slow, Event::kProgress, event));
   worker.engine.AllowSteps(3);  // The run ends.

@@ -113,6 +113,18 @@ TEST(DispatcherTest, ARequestThatIsTakenBackFreesItsWorker) {
   EXPECT_THAT(Started(dispatcher), ElementsAre(Pair(1, "w")));
 }
 
+TEST(DispatcherTest, APlaceIsToldOnlyOnceTheRequestIsReleasedButItCountsFromTheStart) {
+  Dispatcher dispatcher(8);
+  ASSERT_TRUE(dispatcher.Submit({1, PriorityClass::kNormal, kBase, 1}).ok());
+  Enqueue(dispatcher, 2);
+  ASSERT_EQ(dispatcher.Places().size(), 1u);
+  EXPECT_EQ(dispatcher.Places()[0].id, 2u);
+  EXPECT_EQ(dispatcher.Places()[0].position, 1u);
+  EXPECT_EQ(dispatcher.PlaceOf(1)->position, 0u);
+  dispatcher.Release(1);
+  EXPECT_EQ(dispatcher.Places().size(), 2u);
+}
+
 TEST(DispatcherTest, HigherClassesGoFirstAndEachInItsOrder) {
   Dispatcher dispatcher(8);
   Enqueue(dispatcher, 1, PriorityClass::kLow);
