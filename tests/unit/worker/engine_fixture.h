@@ -12,6 +12,7 @@
 #include "server/vram/ledger.h"
 #include "server/worker/engine.h"
 #include "tests/testing/golden.h"
+#include "tests/testing/test_device.h"
 
 namespace h3 {
 
@@ -24,7 +25,7 @@ using Answer = std::vector<HostTensor>;
 class EngineTest : public ::testing::Test {
  protected:
   static void SetUpTestSuite() {
-    engine_ = MakeEngine({.model = GoldenPath("full/model.safetensors"), .adapters = GoldenPath("lora"), .device = "cpu"}).value().release();
+    engine_ = MakeEngine({.model = GoldenPath("full/model.safetensors"), .adapters = GoldenPath("lora"), .device = testing::TestDevice()}).value().release();
   }
   static void TearDownTestSuite() { delete engine_; }
 

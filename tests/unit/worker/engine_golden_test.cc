@@ -7,6 +7,7 @@
 #include "server/base/error.h"
 #include "server/worker/engine.h"
 #include "tests/testing/golden.h"
+#include "tests/testing/test_device.h"
 
 namespace h3 {
 namespace {
@@ -65,7 +66,7 @@ absl::StatusOr<Answer> RunCase(Engine& engine, const GoldenCase& golden) {
 }
 
 std::unique_ptr<Engine> LoadModel(const std::string& model, const std::string& dtype = "auto") {
-  EngineOptions options{.model = GoldenPath(model), .adapters = GoldenPath("lora"), .device = "cpu", .dtype = dtype};
+  EngineOptions options{.model = GoldenPath(model), .adapters = GoldenPath("lora"), .device = testing::TestDevice(), .dtype = dtype};
   if (model == "pruned/model.safetensors") options.silu_grid = GoldenPath("pruned/silu_temb_grid.safetensors");
   auto engine = MakeEngine(options);
   EXPECT_TRUE(engine.ok()) << engine.status();

@@ -13,7 +13,7 @@ namespace {
 
 class EngineMemoryTest : public EngineTest {
  protected:
-  static EngineOptions Full() { return {.model = GoldenPath("full/model.safetensors"), .adapters = GoldenPath("lora"), .device = "cpu"}; }
+  static EngineOptions Full() { return {.model = GoldenPath("full/model.safetensors"), .adapters = GoldenPath("lora"), .device = testing::TestDevice()}; }
   static std::unique_ptr<Engine> Make(const EngineOptions& options) { return MakeEngine(options).value(); }
   static Stack TwoAdapters() { return {{"turbo_bare", "", 0.5}, {"style_bf16", "", 0.3}}; }
 };

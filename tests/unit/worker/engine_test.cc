@@ -13,10 +13,10 @@
 #include <set>
 
 #include "server/base/error.h"
-#include "server/tensor/counting_allocator.h"
 #include "server/vram/ledger.h"
 #include "server/worker/engine.h"
 #include "tests/testing/golden.h"
+#include "tests/testing/test_device.h"
 #include "tests/testing/temporary_directory.h"
 #include "tests/unit/worker/engine_fixture.h"
 
@@ -72,7 +72,7 @@ TEST_F(EngineTest, StrengthChangesOfDoraReadNoWeightAndAllocateNothingThatStays)
 
 // What was worked out for an adapter goes with it, also where its stack is refused after that.
 TEST_F(EngineTest, ARefusedStackLeavesNothingThatALaterAdapterCouldMeet) {
-  const auto engine = MakeEngine({.model = GoldenPath("full/model.safetensors"), .adapters = GoldenPath(""), .device = "cpu"}).value();
+  const auto engine = MakeEngine({.model = GoldenPath("full/model.safetensors"), .adapters = GoldenPath(""), .device = testing::TestDevice()}).value();
   const auto refused = [&] {
     Stack stack = {{"lora/dora", "", 1}, {"reject/nan", "", 1}};
     stack[0].auto_strength = AutoStrength{};
@@ -91,7 +91,7 @@ TEST_F(EngineTest, AReplacedFileIsNotTakenForTheAcceptedOne) {
     std::filesystem::create_directories((folder.path() / place).parent_path());
     std::filesystem::copy_file(GoldenPath("lora/style_bf16.safetensors"), folder.path() / place);
   }
-  const auto engine = MakeEngine({.model = GoldenPath("full/model.safetensors"), .adapters = folder.path().string(), .device = "cpu"}).value();
+  const auto engine = MakeEngine({.model = GoldenPath("full/model.safetensors"), .adapters = folder.path().string(), .device = testing::TestDevice()}).value();
   for (const char* name : {"plain", "peft"}) {
     EXPECT_EQ(ReasonOf(engine->LoadAdapter({.adapter = name, .digest = std::string(64, '0')}).status()), reason::kAdapterChanged) << name;
     EXPECT_TRUE(engine->LoadAdapter({.adapter = name}).ok()) << name;
@@ -138,9 +138,9 @@ std::set<int64_t> WeightSizes(const ModelInfo& model) {
 int64_t WeightSizedAllocations(const ModelInfo& model, const std::function<void()>& work) {
   const std::set<int64_t> sizes = WeightSizes(model);
   int64_t found = 0;
-  SetAllocationObserver([&](ByteCount bytes) { found += sizes.contains(bytes.value()) ? 1 : 0; });
+  testing::ObserveAllocations([&](ByteCount bytes) { found += sizes.contains(bytes.value()) ? 1 : 0; });
   work();
-  SetAllocationObserver(nullptr);
+  testing::ObserveAllocations(nullptr);
   return found;
 }
 
@@ -193,9 +193,9 @@ TEST_F(EngineTest, EveryMemoryBudgetIsRefusedCleanlyUntilOneIsEnough) {
   absl::Status last;
   int refusals = 0;
   for (int64_t budget = 0; budget < (4 << 20); budget += 4096) {
-    SetAllocationLimit(before.used + ByteCount(budget));
+    testing::LimitAllocations(ByteCount(budget));
     auto answer = Generate(SpecOf("t2va", stack, 2));
-    SetAllocationLimit(std::nullopt);
+    testing::LimitAllocations(std::nullopt);
     ASSERT_EQ(Ledger().owners, before.owners) << budget;
     last = answer.status();
     if (last.ok()) {
@@ -229,7 +229,7 @@ TEST_F(EngineTest, AMergedCopyGivesTheAnswerOfTheRunTimeForm) {
 
 TEST_F(EngineTest, MergedCopiesAreSharedCountedAndGivenBack) {
   const auto engine = MakeEngine({.model = GoldenPath("full/model.safetensors"), .adapters = GoldenPath("lora"), .idle_merged = ByteCount(300'000),
-                                  .device = "cpu"}).value();
+                                  .device = testing::TestDevice()}).value();
   const auto entry = [](double strength) { return StackEntry{.adapter = "split_qkv_ranks", .strength = strength, .apply = Apply::kMaterialized}; };
   const auto run = [&](const Stack& stack) {
     auto generation = engine->StartGeneration(SpecOf("t2va", stack, 1));
@@ -267,10 +267,9 @@ TEST_F(EngineTest, AMergedCopyThatDoesNotFitLeavesNothing) {
   Stack stack = {{"turbo_bare", "", 0.7}};
   ASSERT_TRUE(Generate(SpecOf("t2va", stack, 1)).ok());
   stack[0].apply = Apply::kMaterialized;
-  const LedgerSnapshot before = Ledger();
-  SetAllocationLimit(before.used + ByteCount(1 << 20));
+  testing::LimitAllocations(ByteCount(1 << 20));
   const absl::Status refused = Generate(SpecOf("t2va", stack, 1)).status();
-  SetAllocationLimit(std::nullopt);
+  testing::LimitAllocations(std::nullopt);
   EXPECT_EQ(ReasonOf(refused), reason::kVramExceeded);
   EXPECT_EQ(Ledger().of(Owner::kMaterialized), ByteCount(0));
   EXPECT_TRUE(Generate(SpecOf("t2va", stack, 1)).ok());
@@ -289,7 +288,7 @@ TEST_F(EngineTest, AdaptersStayWithinTheirBudget) {
   const ByteCount others = Ledger().of(Owner::kAdapters);  // The other engine's: the ledger is the process's.
   const ByteCount budget(std::max(all / 3, largest));
   const auto engine = MakeEngine({.model = GoldenPath("full/model.safetensors"), .adapters = GoldenPath("lora"), .adapter_memory = budget,
-                                  .device = "cpu"}).value();
+                                  .device = testing::TestDevice()}).value();
   std::mt19937 random(3);
   int refused = 0;
   for (int i = 0; i < 300; ++i) {
