@@ -20,6 +20,8 @@ ByteCount Allocated() { return ByteCount(GetPretendAllocator().getDeviceStats(0)
 
 std::string TestDevice() { return kPretendDevice; }
 
+int64_t BlockUnit() { return 512; }
+
 void LimitAllocations(std::optional<ByteCount> more) {
   if (!more.has_value()) return SetPretendAllocationObserver(nullptr);
   SetPretendAllocationObserver([limit = Allocated() + *more](ByteCount bytes) {

@@ -5,6 +5,8 @@ namespace h3::testing {
 
 std::string TestDevice() { return "cpu"; }
 
+int64_t BlockUnit() { return 1; }
+
 void LimitAllocations(std::optional<ByteCount> more) {
   SetAllocationLimit(more.has_value() ? std::optional(InstallCountingAllocator().Snapshot().used + *more) : std::nullopt);
 }

@@ -2,6 +2,7 @@
 // (tests/device).
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <optional>
 #include <string>
@@ -12,6 +13,9 @@ namespace h3::testing {
 
 // For EngineOptions::device.
 std::string TestDevice();
+
+// Bytes of its memory come in multiples of this.
+int64_t BlockUnit();
 
 // From now on an allocation that needs more than `more` beyond what is in use now fails with c10::OutOfMemoryError; nullopt: no limit.
 void LimitAllocations(std::optional<ByteCount> more);

@@ -149,7 +149,7 @@ TEST_F(EngineTest, NoRequestAllocatesAnythingOfAWeightsSize) {
   EXPECT_EQ(WeightSizedAllocations(engine_->model(), [&] { ASSERT_TRUE(Generate(SpecOf("t2va_wide", stack, 2)).ok()); }), 0);
   // The check itself: a merged copy of one target is found.
   const Geometry& g = engine_->model().geometry;
-  EXPECT_EQ(WeightSizedAllocations(engine_->model(), [&] { at::empty({3 * g.inner(), g.hidden}, at::kFloat); }), 1);
+  EXPECT_EQ(WeightSizedAllocations(engine_->model(), [&] { at::empty({3 * g.inner(), g.hidden}, at::TensorOptions().device(testing::TestDevice())); }), 1);
 }
 
 // A caller's own Euler over a session gives what Generate gives, bit for bit: the points need not be known together.
@@ -289,13 +289,20 @@ TEST_F(EngineTest, AdaptersStayWithinTheirBudget) {
   const ByteCount budget(std::max(all / 3, largest));
   const auto engine = MakeEngine({.model = GoldenPath("full/model.safetensors"), .adapters = GoldenPath("lora"), .adapter_memory = budget,
                                   .device = testing::TestDevice()}).value();
+  const auto held = [&] {
+    ByteCount bytes;
+    for (const AdapterResidency& adapter : engine->Memory().adapters) {
+      if (adapter.tier == Tier::kDevice) bytes += adapter.bytes;
+    }
+    return bytes;
+  };
   std::mt19937 random(3);
   int refused = 0;
   for (int i = 0; i < 300; ++i) {
     Stack stack;
     for (size_t n = random() % 4; n > 0; --n) stack.push_back({names[random() % names.size()], "", 0.5});
     auto run = engine->StartGeneration(SpecOf("t2va", stack, 1));
-    ASSERT_LE(Ledger().of(Owner::kAdapters) - others, budget);
+    ASSERT_LE(held(), budget);
     if (run.ok()) continue;
     ASSERT_EQ(ReasonOf(run.status()), reason::kVramExceeded) << run.status();
     EXPECT_EQ(run.status().code(), absl::StatusCode::kFailedPrecondition) << "alone in the house, what does not fit never fits";
@@ -306,11 +313,10 @@ TEST_F(EngineTest, AdaptersStayWithinTheirBudget) {
   EXPECT_GT(on_device.hits, 0);
   EXPECT_GT(on_device.evictions, 10);
   EXPECT_LT(refused, 150);
-  ByteCount resident;
-  for (const AdapterResidency& adapter : report.adapters) {
-    if (adapter.tier == Tier::kDevice) resident += adapter.bytes;
-  }
-  EXPECT_EQ(Ledger().of(Owner::kAdapters) - others, resident);
+  // The rest of an accelerator's blocks comes out of the margin.
+  const ByteCount counted = Ledger().of(Owner::kAdapters) - others;
+  EXPECT_GE(counted, held());
+  EXPECT_LE(counted, held() + ByteCount(1000 * (testing::BlockUnit() - 1)));
 
   // What another run holds does not go for it.
   auto first = engine->StartGeneration(SpecOf("t2va", {{"turbo_bare", "", 1}}, 1));
