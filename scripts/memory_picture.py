@@ -70,7 +70,7 @@ def main():
                 dashboard = json.loads(render_panels.WORKER_MEMORY.read_text())
                 options.output.parent.mkdir(parents=True, exist_ok=True)
                 caption = f"{dashboard['title']}: {len(STACKS)} generations of the demo model on the CPU"
-                render_panels.render(prometheus.url, dashboard, render_panels.MAIN_PANELS, {}, start, time.time(), 0.5, "2s",
+                render_panels.render(prometheus.url, dashboard, render_panels.MAIN_PANELS[dashboard["uid"]], {}, start, time.time(), 0.5, "2s",
                                      options.output, caption)
         finally:
             server.terminate()

@@ -4,7 +4,7 @@
   render_panels.py --prometheus http://127.0.0.1:9090 --minutes 15 --output memory.png
   render_panels.py ... --dashboard deploy/monitoring/dashboards/adapters.json --panel "Bytes of each adapter" --panel Lookups
 
-Without --panel: the main panels of the worker-memory dashboard, or all panels over time of another one.
+Without --panel: the main panels of the worker-memory and fleet dashboards, or all panels over time of another one.
 """
 
 import argparse
@@ -27,8 +27,12 @@ import matplotlib.pyplot as plt  # noqa: E402
 import matplotlib.ticker  # noqa: E402
 
 WORKER_MEMORY = pathlib.Path(__file__).resolve().parents[1] / "deploy/monitoring/dashboards/worker-memory.json"
-MAIN_PANELS = ["Memory by owner", "Device: total, used, free", "Peak of the last request", "Avoided by not merging",
-               "Adapters against their budget", "Allocated per second by owner", "Allocated for good"]
+# By the uid of a dashboard.
+MAIN_PANELS = {
+    "h3-worker-memory": ["Memory by owner", "Device: total, used, free", "Peak of the last request", "Avoided by not merging",
+                         "Adapters against their budget", "Allocated per second by owner", "Allocated for good"],
+    "h3-fleet": ["Memory by owner, all workers", "Used by worker", "State", "Adapters against their budget", "Avoided by not merging"],
+}
 # Grafana's words for colours that matplotlib has under others.
 COLOURS = {"dark-red": "darkred"}
 
@@ -142,7 +146,7 @@ def main():
     parser.add_argument("--output", type=pathlib.Path, required=True)
     options = parser.parse_args()
     dashboard = json.loads(options.dashboard.read_text())
-    titles = options.panel or (MAIN_PANELS if dashboard["uid"] == "h3-worker-memory" else None)
+    titles = options.panel or MAIN_PANELS.get(dashboard["uid"])
     end = options.end or time.time()
     start = end - 60 * options.minutes
     step = options.step or max((end - start) / 400, 0.5)

@@ -292,9 +292,9 @@ def fleet():
                target(total(memory("adapters_resident"), "worker", "tier"), "{{worker}} {{tier}}")),
         table("Where they are", "Bytes of each adapter, the largest 50 by worker and tier.", "bytes",
               f"topk(50, {total(memory('adapter_bytes'), 'worker', 'tier', 'adapter')} > 0)"),
-        series("Adapters against their budgets", "What adapters take, and what each pool may.", "bytes",
+        series("Adapters against their budget", BUDGET, "bytes",
                target(total(memory("vram_bytes", 'owner="adapters"'), "worker"), "adapters {{worker}}"),
-               target(total(memory("vram_budget_bytes"), "worker", "pool"), "budget {{pool}} {{worker}}")),
+               target(total(memory("vram_budget_bytes", 'pool="adapters"'), "worker"), "budget {{worker}}")),
         row("Allocator and workers"),
         series("Allocator", "allocated: in live tensors; active: or still waited for; reserved: taken from the driver; inactive split: "
                "free parts that cannot go back.", "bytes",

@@ -17,20 +17,12 @@ import pytest
 
 from h3test import BIN, GOLDEN, ROOT
 from h3test.metrics import read
-from h3test.requests import Generate, RequestFile, Session, stack
+from h3test.monitoring import FILES, MONITORING, PANELS, dashboards, fast_alerts, has_data, local, panel_expressions, put_to_work, recorded_names
+from h3test.requests import Generate, RequestFile
 from h3test.servers import Server, wait_for
-
-MONITORING = ROOT / "deploy/monitoring"
-sys.path[:0] = [str(MONITORING), str(ROOT / "scripts")]
-
-import dashboards  # noqa: E402  They are programs, not packages.
-import local  # noqa: E402
-import render_panels  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not shutil.which("prometheus"), reason="prometheus is not installed (scripts/setup.sh --tests)")
 
-FILES = {path.stem: json.loads(path.read_text()) for path in sorted((MONITORING / "dashboards").glob("*.json"))}
-PANELS = [(name, panel) for name, dashboard in FILES.items() for panel in dashboard["panels"] if panel["type"] != "row"]
 # Panels that may be empty in a short run, and why.
 EMPTY = {("overview", "Alerts"): "only while an alert fires: test_real_trouble_raises_alerts looks at it"}
 RATE_INTERVAL = "10s"
@@ -48,12 +40,6 @@ def rule_files():
 
 def alert_names():
     return re.findall(r"- alert: (\w+)", (MONITORING / "alerts.yaml").read_text())
-
-
-def panel_expressions():
-    """[(dashboard, title, expression)] with Grafana's variables filled in: all that there is."""
-    return [(name, panel["title"], render_panels.substitute(target["expr"], {}, RATE_INTERVAL))
-            for name, panel in PANELS for target in panel["targets"]]
 
 
 def test_the_files_are_what_the_generator_makes(tmp_path):
@@ -147,10 +133,8 @@ class Watched:
     def query(self, expr):
         return local.ask(self.url, "query", query=expr)["result"]
 
-    def finite(self, expr):
-        """The values that an expression had at any time of the run."""
-        return [value for _, points in render_panels.query_range(self.url, expr, self.since, time.time(), 0.5)
-                for _, value in points if math.isfinite(value)]
+    def has_data(self, expr):
+        return has_data(self.url, expr, self.since)
 
     def firing(self):
         """{(name, instance): annotations}"""
@@ -163,24 +147,9 @@ class Watched:
         return "".join(read(address) for address in (self.local.metrics, self.local.worker_metrics))
 
 
-def put_to_work(server):
-    """Some of everything: stacks, more adapters than have room, a refusal, a session, a client that leaves."""
-    request = RequestFile(GOLDEN / "inputs/t2va.safetensors")
-    stacks = [["turbo_bare"], ["turbo_bare", "style_bf16"], ["turbo_peft", "style_bf16"], ["style_bf16"] * 3, [],
-              ["turbo_peft"] * 2]
-    with grpc.insecure_channel(server.address) as channel:
-        for seed, names in enumerate(stacks * 2):
-            Generate(channel, request, stack(*((f"lora/{name}", 0.5) for name in names)), seed=seed, evaluations=3).run()
-        with pytest.raises(grpc.RpcError):
-            Generate(channel, request, stack(("lora/absent", 1.0)), seed=1, evaluations=3).run()
-        session = Session(channel, request, stack(("lora/style_bf16", 1.0)))
-        session.evaluate(request.targets, sigma=0.9)
-        session.close()
-        leaving = Generate(channel, request, stack(("lora/style_bf16", 1.0)), seed=1, evaluations=1000)
-        for kind, _ in leaving:
-            if kind == "progress":
-                break
-        leaving.call.cancel()
+# More adapters than have room.
+STACKS = [[(f"lora/{name}", 0.5) for name in names] for names in (
+    ["style_bf16"], ["turbo_bare"], ["turbo_bare", "style_bf16"], ["turbo_peft", "style_bf16"], ["style_bf16"] * 3, [], ["turbo_peft"] * 2)]
 
 
 @pytest.fixture(scope="module")
@@ -196,21 +165,21 @@ def watched(tmp_path_factory):
         since = time.time()
         # The rules as they are, but nobody waits for minutes.
         prometheus = running.enter_context(local.Prometheus(
-            targets, interval="500ms", change_rules=lambda text: re.sub(r"\bfor: \S+", "for: 1s", text)))
+            targets, interval="500ms", change_rules=fast_alerts))
         made = Watched(prometheus, server, scheduler, worker, since)
         wait_for(lambda: len(made.query("up == 1")) == 4, f"all are scraped; {prometheus.log()[-1000:]}")
-        put_to_work(server)
+        put_to_work(server.address, RequestFile(GOLDEN / "inputs/t2va.safetensors"), STACKS * 2)
         yield made
 
 
 def test_every_panel_has_data(watched):
-    expressions = [it for it in panel_expressions() if it[:2] not in EMPTY]
-    assert EMPTY.keys() <= {it[:2] for it in panel_expressions()}, "EMPTY names what is no more"
+    expressions = [it for it in panel_expressions(RATE_INTERVAL) if it[:2] not in EMPTY]
+    assert EMPTY.keys() <= {it[:2] for it in panel_expressions(RATE_INTERVAL)}, "EMPTY names what is no more"
     without = expressions
     # Rates need two scrapes after the load.
     deadline = time.monotonic() + 20
     while without and time.monotonic() < deadline:
-        without = [it for it in without if not watched.finite(it[2])]
+        without = [it for it in without if not watched.has_data(it[2])]
         time.sleep(0.2)
     assert without == []
 
@@ -220,7 +189,7 @@ def test_panels_tell_the_truth(watched):
 
     def value(dashboard, title, **labels):
         """Of the newest answer that has the labels; panels over a rate are not asked here."""
-        (expr,) = {it[2] for it in panel_expressions() if it[:2] == (dashboard, title)}
+        (expr,) = {it[2] for it in panel_expressions(RATE_INTERVAL) if it[:2] == (dashboard, title)}
         return sum(float(it["value"][1]) for it in watched.query(expr) if labels.items() <= it["metric"].items())
 
     def owners_at(address):
@@ -241,12 +210,12 @@ def test_every_rule_is_evaluated_without_error(watched):
     rules = [rule for group in groups for rule in group["rules"]]
     assert {it["name"] for it in rules if it["type"] == "alerting"} == set(alert_names())
     recorded = [it["name"] for it in rules if it["type"] == "recording"]
-    assert len(recorded) == (MONITORING / "recording-rules.yaml").read_text().count("record:")
+    assert sorted(recorded) == sorted(recorded_names())
     assert {it["name"]: it["lastError"] for it in rules if it.get("lastError")} == {}
     for rule in rules:
         watched.query(rule["query"])
     for name in recorded:
-        wait_for(lambda name=name: watched.finite(name), f"{name} has a value")
+        wait_for(lambda name=name: watched.has_data(name), f"{name} has a value")
 
 
 def test_only_metrics_and_labels_that_exist_are_asked_for(watched):
@@ -254,7 +223,7 @@ def test_only_metrics_and_labels_that_exist_are_asked_for(watched):
     metrics = set(re.findall(r"^# TYPE (h3_\w+)", text, re.M))
     histograms = re.findall(r"^# TYPE (h3_\w+) histogram", text, re.M)
     known = metrics | {f"{name}_{part}" for name in histograms for part in ("bucket", "sum", "count")}
-    expressions = [it[2] for it in panel_expressions()]
+    expressions = [it[2] for it in panel_expressions(RATE_INTERVAL)]
     expressions += [rule["query"] for group in local.ask(watched.url, "rules")["groups"] for rule in group["rules"]]
     used = {name for expr in expressions for name in re.findall(r"(?<![:\w])h3_\w+(?![:\w])", expr)}
     assert used - known == set()
@@ -319,5 +288,5 @@ def test_real_trouble_raises_alerts(watched):
         # Some are about all instances together, such as H3RequestsFail, which may fire here too.
         assert (instance or "") in texts["summary"] + texts["description"], name
         assert texts["runbook"] and not re.search("<no value>|error", str(texts["summary"] + texts["description"])), texts
-    (expr,) = {it[2] for it in panel_expressions() if it[:2] == ("overview", "Alerts")}
+    (expr,) = {it[2] for it in panel_expressions(RATE_INTERVAL) if it[:2] == ("overview", "Alerts")}
     assert {it["metric"]["alertname"] for it in watched.query(expr)} >= {"H3QueueFull", "H3SchedulerNotScraped"}

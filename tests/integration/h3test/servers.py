@@ -36,11 +36,11 @@ def free_port():
 
 
 class Worker:
-    """An h3-worker at an address of its own, which it keeps over kill() and start()."""
+    """An h3-worker at addresses of its own (`address`, `metrics`), which it keeps over kill() and start()."""
 
-    def __init__(self, model, adapters):
-        self.address = f"127.0.0.1:{free_port()}"
-        self._arguments = [BIN / "h3-worker", "--model", model, "--adapters", adapters, "--listen", self.address, "--metrics", "127.0.0.1:0"]
+    def __init__(self, model, adapters, *options):
+        self.address, self.metrics = (f"127.0.0.1:{free_port()}" for _ in range(2))
+        self._arguments = [BIN / "h3-worker", "--model", model, "--adapters", adapters, "--listen", self.address, "--metrics", self.metrics, *options]
         self.start()
 
     def start(self):
